@@ -133,8 +133,3 @@ def written_caches(spec: AppendSpec | StepSpec | CopySpec) -> tuple[str, ...]:
     if append.kv_dtype in INTEGER_KV_DTYPES:  # fp8 scales are the caller's: read, never written
         names += ("key_params",) if append.shared_value else ("key_params", "value_params")
     return names
-
-
-def query_rope(spec: StepSpec) -> RopeConfig | None:
-    """The rotation of the queries is that of the keys."""
-    return spec.append.rope
