@@ -1,0 +1,84 @@
+// From (sequence, token) to a row of the pool, with every index checked: any int32 in layer, page_table, kv_lens, q_ranges or cp_rank gives
+// either an address inside the buffers or kUnmapped.
+#ifndef TURBOATTN_KERNELS_COMMON_PAGE_WALK_H_
+#define TURBOATTN_KERNELS_COMMON_PAGE_WALK_H_
+
+#include <cstdint>
+
+#include "core/params.h"
+#include "kernels/common/dtypes.h"
+
+namespace turboattn {
+
+constexpr int64_t kUnmapped = -1;
+
+struct TokenRange {
+  int64_t lo;
+  int64_t hi;  // lo <= hi
+};
+
+TA_HD int64_t Clamp(int64_t x, int64_t lo, int64_t hi) { return x < lo ? lo : x > hi ? hi : x; }
+
+// Rows [lo, hi) of a packed array of `rows` rows that range b of ranges[B,2] claims.
+TA_HD TokenRange ClampRange(const int32_t* ranges, int64_t b, int64_t rows) {
+  const int64_t lo = Clamp(ranges[2 * b], 0, rows);
+  return {lo, Clamp(ranges[2 * b + 1], lo, rows)};
+}
+
+// Rows of the packed arrays that sequence b owns.
+TA_HD TokenRange QueryRange(const Sequences& seqs, int64_t b) {
+  if (seqs.q_ranges == nullptr) return {b * seqs.uniform_q_len, (b + 1) * seqs.uniform_q_len};
+  return ClampRange(seqs.q_ranges, b, seqs.num_tokens);
+}
+
+// Global positions at or past this one hold no key: min(max(kv_len, 0), M * P * cp_size).
+TA_HD int64_t KeyLimit(const Sequences& seqs, int64_t b, int64_t page_size) {
+  return Clamp(seqs.kv_lens[b], 0, seqs.max_pages * page_size * seqs.cp_size);
+}
+
+// The sequence's rank, or kUnmapped when it is not one of the cp_size ranks.
+TA_HD int64_t CpRank(const Sequences& seqs, int64_t b) {
+  if (seqs.cp_rank == nullptr) return 0;
+  const int32_t rank = seqs.cp_rank[b];
+  return rank >= 0 && rank < seqs.cp_size ? rank : kUnmapped;
+}
+
+// Number of this rank's keys whose global position is below `limit` (limit >= 0): keys 0 .. count - 1 of the rank.
+TA_HD int64_t LocalKeyCount(int64_t limit, int64_t cp_rank, int64_t cp_size) {
+  return limit > cp_rank ? (limit - cp_rank + cp_size - 1) / cp_size : 0;
+}
+
+// The page (layer * N + page id) in column `column` of sequence b's table, or kUnmapped. column must be in [0, M).
+TA_HD int64_t PageAt(const KvCache& cache, const Sequences& seqs, int64_t b, int64_t column) {
+  const int32_t layer = seqs.layer[b];
+  const int32_t page = seqs.page_table[b * seqs.max_pages + column];
+  if (layer < 0 || layer >= cache.num_layers || page < 0 || page >= cache.num_pages) return kUnmapped;
+  return static_cast<int64_t>(layer) * cache.num_pages + page;
+}
+
+// Row of [L,N,K,P] for kv head `head` and slot `slot` of a page that PageAt returned. Times the row's length it is the offset in the pool.
+TA_HD int64_t CacheRow(const KvCache& cache, int64_t page, int64_t head, int64_t slot) {
+  return (page * cache.num_kv_heads + head) * cache.page_size + slot;
+}
+
+// Where sequence b's token at global position `position` is written: (page from PageAt, slot), or page == kUnmapped when the write must be dropped:
+// a position outside [0, M * P * cp_size), another rank's token, a read-only or an unmapped page.
+struct WriteSlot {
+  int64_t page;
+  int64_t slot;
+};
+
+TA_HD WriteSlot FindWriteSlot(const KvCache& cache, const Sequences& seqs, const int32_t* read_only_pages, int64_t b, int64_t position) {
+  const WriteSlot dropped = {kUnmapped, 0};
+  const int64_t rank = CpRank(seqs, b);
+  if (rank == kUnmapped || position < 0 || position % seqs.cp_size != rank) return dropped;
+  const int64_t local = position / seqs.cp_size;
+  const int64_t column = local / cache.page_size;
+  if (column >= seqs.max_pages) return dropped;
+  if (read_only_pages != nullptr && column < read_only_pages[b]) return dropped;
+  return {PageAt(cache, seqs, b, column), local % cache.page_size};
+}
+
+}  // namespace turboattn
+
+#endif  // TURBOATTN_KERNELS_COMMON_PAGE_WALK_H_

@@ -1,0 +1,72 @@
+// Rotary embedding: angles and the rotation itself, for host and device.
+//
+// A float32 product of position and frequency is off by 0.03 rad near position 10^6. Frequencies are therefore given in turns (f / 2 pi) as
+// 64-bit fixed point; the product with the position wraps modulo one turn in integers, exactly, for negative positions too.
+#ifndef TURBOATTN_KERNELS_COMMON_ROPE_H_
+#define TURBOATTN_KERNELS_COMMON_ROPE_H_
+
+#include <cmath>
+#include <cstdint>
+
+#include "core/params.h"
+#include "kernels/common/dtypes.h"
+
+namespace turboattn {
+
+struct SinCos {
+  float cos;
+  float sin;
+};
+
+// Angle in [-pi, pi) of pair j's frequency after `position` steps.
+TA_HD float RopeAngle(const uint32_t* turns, int64_t j, int64_t position) {
+  const uint64_t step = static_cast<uint64_t>(turns[2 * j]) << 32 | turns[2 * j + 1];
+  const uint64_t phase = static_cast<uint64_t>(position) * step;
+  return MulRn(static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(phase >> 32))), 1.46291807926715968e-9f);  // pi / 2^31
+}
+
+// The same for a per-sequence base: f_j = base^(-2j/dim), in double precision.
+TA_HD float RopeAngleDynamic(float base, int64_t j, int32_t dim, int64_t position) {
+  constexpr double kTwoPi = 6.283185307179586476925;
+  const double frequency = pow(static_cast<double>(base), -2.0 * static_cast<double>(j) / static_cast<double>(dim));
+  const double turns = static_cast<double>(position) * (frequency / kTwoPi);
+  return static_cast<float>((turns - rint(turns)) * kTwoPi);
+}
+
+// Which of the three multimodal position axes turns pair j.
+TA_HD int RopeAxis(const RopeParams& rope, int64_t j) {
+  if (rope.sections_interleaved) {
+    const int64_t axis = j % 3, cycle = j / 3;
+    return axis == 1 && cycle < rope.section_h ? 1 : axis == 2 && cycle < rope.section_w ? 2 : 0;
+  }
+  if (rope.section_t + rope.section_h + rope.section_w == 0) return 0;
+  return j < rope.section_t ? 0 : j < rope.section_t + rope.section_h ? 1 : 2;
+}
+
+// Position that turns pair j of packed token `token`, whose place in its sequence is `sequence_position`.
+TA_HD int64_t RopePosition(const RopeParams& rope, int64_t j, int64_t token, int64_t sequence_position) {
+  if (rope.positions == nullptr) return sequence_position;
+  if (rope.position_axes == 1) return rope.positions[token];
+  return rope.positions[token * 3 + RopeAxis(rope, j)];
+}
+
+// Cosine and sine of pair j, times the attention factor. b: the sequence, for the dynamic base.
+TA_HD SinCos RopeSinCos(const RopeParams& rope, int64_t b, int64_t j, int64_t token, int64_t sequence_position) {
+  const int64_t position = RopePosition(rope, j, token, sequence_position);
+  const float angle = rope.turns != nullptr ? RopeAngle(rope.turns, j, position) : RopeAngleDynamic(rope.base[b], j, rope.dim, position);
+  return {MulRn(cosf(angle), rope.attention_factor), MulRn(sinf(angle), rope.attention_factor)};
+}
+
+// Columns of pair j within the head.
+TA_HD int64_t RopeFirst(const RopeParams& rope, int64_t j) { return rope.offset + (rope.interleaved ? 2 * j : j); }
+TA_HD int64_t RopeSecond(const RopeParams& rope, int64_t j) { return rope.offset + (rope.interleaved ? 2 * j + 1 : j + rope.dim / 2); }
+
+TA_HD void RopeRotate(SinCos turn, float* first, float* second) {
+  const float x0 = *first, x1 = *second;
+  *first = SubRn(MulRn(turn.cos, x0), MulRn(turn.sin, x1));
+  *second = AddRn(MulRn(turn.cos, x1), MulRn(turn.sin, x0));
+}
+
+}  // namespace turboattn
+
+#endif  // TURBOATTN_KERNELS_COMMON_ROPE_H_
