@@ -1,0 +1,22 @@
+# What a configuration would compile, without compiling: one line `family|targets|kernel` a row on standard error.
+#   TURBOATTN_ONLY='append.*int8' cmake -DARCHS=90 -P ffi/cmake/list_kernels.cmake
+# -DMATRIX=FILE reads another matrix; -DOUT=DIR also writes the generated sources there.
+cmake_minimum_required(VERSION 3.25)
+include("${CMAKE_CURRENT_LIST_DIR}/KernelMatrix.cmake")
+if(NOT DEFINED ARCHS)
+  set(ARCHS all)
+endif()
+if(DEFINED MATRIX)
+  set(_turboattn_matrix_file "${MATRIX}")
+endif()
+include("${_turboattn_matrix_file}")
+turboattn_selected_rows("${ARCHS}" rows)
+foreach(row IN LISTS rows)
+  turboattn_parse_row("${row}")
+  turboattn_family_targets(${row_family} "${ARCHS}" targets)
+  list(JOIN targets "," targets)
+  message("${row_family}|${targets}|${row_name}")
+endforeach()
+if(DEFINED OUT)
+  turboattn_generate_sources("${rows}" "${OUT}")
+endif()
