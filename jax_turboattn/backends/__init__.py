@@ -1,0 +1,63 @@
+"""The implementations and the choice between them.
+
+An implementation is a module with `supports(spec) -> None | reason`. Those that come from our extension modules share
+`ffi.py`; `xla.py` is plain jnp and takes everything.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ..spec import Spec
+from . import ffi, xla
+
+ENVIRONMENT_VARIABLE = "JAX_TURBOATTN_IMPLEMENTATION"
+NAMES = ("cuda", "cuda:sm75", "cuda:sm80", "cuda:sm90", "cpu", "pallas", "xla")
+
+# Candidates by lowering platform, best first; every other platform has plain jnp alone.
+_CANDIDATES = {"cpu": ("cpu", "xla"), "cuda": ("cuda", "pallas", "xla")}
+_PLATFORM = {"cuda": "cuda", "cpu": "cpu", "pallas": "cuda"}  # where a named implementation runs; xla runs everywhere
+
+
+def candidates(platform: str) -> tuple[str, ...]:
+    return _CANDIDATES.get(platform, ("xla",))
+
+
+def supports(name: str, spec: Spec) -> str | None:
+    """None when implementation `name` has a kernel for `spec`, else the reason why not."""
+    kind, _, family = name.partition(":")
+    if kind == "xla":
+        return xla.supports(spec)
+    if kind == "pallas":
+        return "the Pallas kernels do not exist yet"
+    return ffi.supports(spec, kind, family or None)
+
+
+def select(spec: Spec, platform: str) -> str:
+    """The implementation that runs `spec` on `platform`.
+
+    Raises:
+      NotImplementedError: the named implementation has no kernel for it or does not run on this platform.
+    """
+    name = spec.implementation
+    if name is None:
+        return next(n for n in candidates(platform) if supports(n, spec) is None)
+    require(name, spec)
+    home = _PLATFORM.get(name.partition(":")[0])
+    if home is not None and home != platform:
+        raise NotImplementedError(
+            f"{spec.op}: implementation={name!r} runs on platform {home}, and this program is lowered for {platform}"
+        )
+    return name
+
+
+def require(name: str, spec: Spec) -> None:
+    """Raises NotImplementedError when the named implementation has no kernel for `spec`."""
+    reason = supports(name, spec)
+    if reason is not None:
+        raise NotImplementedError(f"{spec.op}: implementation={name!r} has no kernel for this call: {reason}")
+
+
+def default_implementation() -> str | None:
+    """What `implementation=None` means in this process: the environment variable's value, or None."""
+    return os.environ.get(ENVIRONMENT_VARIABLE) or None

@@ -1,0 +1,184 @@
+"""The kernels of our extension modules, as XLA FFI targets. The only file that touches `_cpu` and `_cuda`.
+
+A module whose FFI headers are newer than the running jaxlib's is not registered: XLA would refuse the handler while it
+starts the backend, and no JAX program of the process could run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import pathlib
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..spec import (
+    AppendSpec,
+    AttnSpec,
+    CopySpec,
+    GatherSpec,
+    MergeSpec,
+    Spec,
+    StepSpec,
+    written_caches,
+)
+
+_XLA_PLATFORM = {"cpu": "cpu", "cuda": "CUDA"}  # "cuda" in lower case is accepted there and never registered
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """An extension module, or the reason for its absence."""
+
+    name: str
+    module: Any = None
+    reason: str | None = None  # why it is not usable; None when loaded
+    targets: frozenset[str] = frozenset()
+
+
+def runtime_ffi_version() -> tuple[int, int]:
+    """(major, minor) of the FFI API of the running jaxlib, read from the header that it ships."""
+    text = (pathlib.Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h").read_text()
+
+    def number(which):
+        return int(re.search(rf"#define XLA_FFI_API_{which} (\d+)", text).group(1))
+
+    return number("MAJOR"), number("MINOR")
+
+
+def version_mismatch(built: tuple[int, int], running: tuple[int, int]) -> str | None:
+    """Why a module built against `built` cannot run on a jaxlib of `running`; None when it can."""
+    if built[0] == running[0] and built[1] <= running[1]:
+        return None
+    return (
+        f"it was built against XLA FFI {built[0]}.{built[1]} and this jaxlib has {running[0]}.{running[1]}; "
+        "reinstall jax_turboattn against this jaxlib, or upgrade jaxlib"
+    )
+
+
+@functools.cache
+def load(name: str) -> Module:
+    """Imports and registers extension module `name` ("cpu" or "cuda") once."""
+    path = f"{__package__.rpartition('.')[0]}._{name}"
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name != path:  # something that it needs is missing: that is a fault, not a choice
+            raise
+        return Module(name, reason=f"the extension module _{name} was not built")
+    except ImportError as error:
+        return Module(name, reason=f"the extension module _{name} does not load: {error}")
+    mismatch = version_mismatch(module.ffi_api_version(), runtime_ffi_version())
+    if mismatch is not None:
+        return Module(name, reason=f"the extension module _{name} is not usable: {mismatch}")
+    registrations = module.registrations()
+    for target, capsule in registrations.items():
+        jax.ffi.register_ffi_target(target, capsule, platform=_XLA_PLATFORM[name])
+    return Module(name, module, targets=frozenset(registrations))
+
+
+def target(op: str) -> str:
+    """The FFI target of a primitive. Versioned: exported programs and compilation caches outlive a build."""
+    return f"turboattn_{op}_v1"
+
+
+_CPU_MISSING = {
+    "bias": "a dense bias runs on xla only",
+    "mask": "a dense mask runs on xla only",
+    "tree_mask": "tree_mask is not written for the CPU kernels",
+    "prefix_pages": "shared_prefix is not written for the CPU kernels",
+}
+
+
+def supports(spec: Spec, platform: str, family: str | None = None) -> str | None:
+    """None when the module of `platform` has a kernel for `spec`, else the reason why not."""
+    loaded = load(platform)
+    if loaded.reason is not None:
+        return loaded.reason
+    if target(spec.op) not in loaded.targets:
+        return f"the {platform} module has no kernel for {spec.op}"
+    if platform == "cuda":
+        reason = _cuda_missing(spec, family)
+        return reason
+    for operand, reason in _CPU_MISSING.items():
+        if operand in spec.operands:
+            return reason
+    parts = (spec.attn, spec.append) if isinstance(spec, StepSpec) else (spec,)
+    if any(getattr(part, "shared_value", False) for part in parts):
+        return "shared_value (MLA) is not written for the CPU kernels"
+    return None
+
+
+def _cuda_missing(spec: Spec, family: str | None) -> str | None:
+    if family is not None:
+        return f"no kernel of family {family} takes {spec.op}"
+    dtype = spec.out_dtype if isinstance(spec, GatherSpec) else getattr(spec, "dtype", None)
+    if dtype == "float32":
+        return "the CUDA kernels take bfloat16 and float16, not float32"
+    if getattr(spec, "shared_value", False):
+        return "shared_value (MLA) has no CUDA kernel yet"
+    return None
+
+
+def attributes(spec: Spec) -> dict[str, Any]:
+    """FFI attributes, each of the one type that its handler binds (the names and types are those of ffi/handlers)."""
+    named: dict[str, Any] = {"operands": ",".join(spec.operands)}
+    if isinstance(spec, AttnSpec):
+        named |= _attention_attributes(spec)
+    elif isinstance(spec, AppendSpec):
+        named |= _append_attributes(spec)
+    elif isinstance(spec, StepSpec):
+        named |= _attention_attributes(spec.attn) | _append_attributes(spec.append)
+        named |= {"logn": np.int32(spec.logn or 0), "logn_zero_based": np.bool_(spec.logn_zero_based)}
+    elif isinstance(spec, GatherSpec):
+        named |= {"kv_dtype": spec.kv_dtype}
+    return named
+
+
+def _attention_attributes(spec: AttnSpec) -> dict[str, Any]:
+    named = {
+        "is_causal": np.bool_(spec.is_causal),
+        "scale": np.float32(spec.scale),
+        "logits_soft_cap": np.float32(spec.logits_soft_cap or 0.0),
+    }
+    if spec.kv_dtype is not None:
+        named |= {
+            "kv_dtype": spec.kv_dtype,
+            "value_dim": np.int32(spec.value_dim),
+            "cp_size": np.int32(spec.cp_size),
+            "batch_invariant": np.bool_(spec.batch_invariant),
+        }
+    return named
+
+
+def _append_attributes(spec: AppendSpec) -> dict[str, Any]:
+    rope = spec.rope
+    sections = (rope.sections if rope else None) or (0, 0, 0)
+    return {
+        "kv_dtype": spec.kv_dtype,
+        "cp_size": np.int32(spec.cp_size),
+        "rope_dim": np.int32(rope.dim if rope else 0),
+        "rope_offset": np.int32(rope.offset if rope else 0),
+        "rope_interleaved": np.bool_(rope is not None and rope.pairing == "interleaved"),
+        "rope_attention_factor": np.float32(rope.resolved_attention_factor if rope else 1.0),
+        "rope_section_t": np.int32(sections[0]),
+        "rope_section_h": np.int32(sections[1]),
+        "rope_section_w": np.int32(sections[2]),
+        "rope_sections_interleaved": np.bool_(rope is not None and rope.sections_interleaved),
+    }
+
+
+def lower(ctx, *operands, spec: Spec):
+    """The MLIR lowering of a primitive to its FFI target. Written caches alias the operands that they replace."""
+    aliases = {}
+    if isinstance(spec, (AppendSpec, StepSpec, CopySpec)):
+        aliases = {spec.operands.index(name): i for i, name in enumerate(written_caches(spec))}
+    rule = jax.ffi.ffi_lowering(target(spec.op), operand_output_aliases=aliases)
+    return rule(ctx, *operands, **attributes(spec))
+
+
+__all__ = ["Module", "MergeSpec", "attributes", "load", "lower", "supports", "target"]

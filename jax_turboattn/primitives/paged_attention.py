@@ -1,0 +1,34 @@
+"""Attention from pages: packed queries [T, H, D], or the same number for each sequence [B, Q, H, D]."""
+
+from __future__ import annotations
+
+from .common import Definition, define
+from .paged import PACKED, UNIFORM, cache_axes, sequence_axes
+
+
+def _axes(spec):
+    rows = "t" if spec.packed else "b r"
+    return dict(
+        cache_axes(spec.kv_dtype),
+        **sequence_axes(PACKED if spec.packed else UNIFORM),
+        query=f"{rows} h d",
+        sinks="h",
+        alibi_slopes="h",
+        tree_mask="t j",
+    )
+
+
+def _results(spec, named):
+    shape = named["query"].shape[:-1]
+    rows = "t" if spec.packed else "b r"
+    return [(f"{rows} h e", (*shape, spec.value_dim), spec.out_dtype), (f"{rows} h", shape, "float32")]
+
+
+paged_attention_p = define(
+    Definition(
+        op="paged_attention",
+        operand_axes=_axes,
+        results=_results,
+        not_differentiable="train with attention or ragged_attention, which keep keys and values outside a cache",
+    )
+)
