@@ -1,0 +1,35 @@
+"""Attention over paged KV caches as JAX primitives."""
+
+from .api import (
+    Plan,
+    append_kv,
+    attention,
+    copy_pages,
+    gather_kv,
+    make_plan,
+    merge_partials,
+    paged_attention,
+    paged_attention_step,
+    paged_decode,
+    ragged_attention,
+)
+from .cache import PagedKVCache
+from .rope import RopeConfig
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PagedKVCache",
+    "Plan",
+    "RopeConfig",
+    "append_kv",
+    "attention",
+    "copy_pages",
+    "gather_kv",
+    "make_plan",
+    "merge_partials",
+    "paged_attention",
+    "paged_attention_step",
+    "paged_decode",
+    "ragged_attention",
+]
