@@ -52,10 +52,10 @@ def visible_gpus() -> list[str]:
     return [str(capability) for capability in sorted(found)]
 
 
-def _works(nvcc: pathlib.Path) -> bool:
+def _works(nvcc: str) -> bool:
     """A wrapper script whose toolkit is gone is found on PATH as well: only running it tells."""
     try:
-        result = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=60)
+        result = subprocess.run([nvcc, "--version"], check=False, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return False
     release = re.search(r"release (\d+)\.(\d+)", result.stdout)
@@ -64,18 +64,17 @@ def _works(nvcc: pathlib.Path) -> bool:
 
 def find_nvcc() -> str | None:
     """The first nvcc that runs, of: $CUDACXX, $CUDA_HOME, $CUDA_PATH, PATH, /usr/local/cuda, the nvidia-cuda-nvcc wheel."""
-    named = [os.environ.get("CUDACXX"), shutil.which("nvcc")]
     roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     spec = importlib.util.find_spec("nvidia")
-    wheels = [p for d in (spec.submodule_search_locations or [] if spec else []) for p in pathlib.Path(d).glob("cu1*/bin/nvcc")]
+    wheel_folders = list(spec.submodule_search_locations or []) if spec else []
     candidates = [
-        *(pathlib.Path(p) for p in named[:1] if p),
-        *(pathlib.Path(root, "bin", "nvcc") for root in roots if root),
-        *(pathlib.Path(p) for p in named[1:] if p),
-        pathlib.Path("/usr/local/cuda/bin/nvcc"),
-        *sorted(wheels, reverse=True),
+        os.environ.get("CUDACXX"),
+        *(os.path.join(root, "bin", "nvcc") for root in roots if root),
+        shutil.which("nvcc"),
+        "/usr/local/cuda/bin/nvcc",
+        *(str(nvcc) for folder in wheel_folders for nvcc in pathlib.Path(folder).glob("cu1*/bin/nvcc")),
     ]
-    return next((str(nvcc) for nvcc in candidates if nvcc.is_file() and _works(nvcc)), None)
+    return next((nvcc for nvcc in candidates if nvcc and os.path.isfile(nvcc) and _works(nvcc)), None)
 
 
 def choose() -> Choice:
@@ -105,4 +104,5 @@ if __name__ == "__main__":
             f"{choice.why}, but no nvcc of {_MIN_NVCC[0]}.{_MIN_NVCC[1]} or newer runs here: put one on PATH, set CUDA_HOME, "
             f"`pip install {' '.join(repr(w) for w in COMPILER_WHEELS)}`, or set TURBOATTN_CUDA=OFF for the CPU module alone"
         )
-    print(f"cuda={'ON' if choice.cuda else 'OFF'}\nwhy={choice.why}\narchs={';'.join(choice.archs)}\nnvcc={choice.nvcc or ''}")
+    print(f"cuda={'ON' if choice.cuda else 'OFF'}", f"why={choice.why}", sep="\n")
+    print(f"archs={';'.join(choice.archs)}", f"nvcc={choice.nvcc or ''}", sep="\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cuda_choice
 from scikit_build_core import build as _skbuild
-from scikit_build_core.build import *  # noqa: F403  (the hooks that need no change)
+from scikit_build_core.build import *  # the hooks that need no change
 
 
 def _compiler_wheels() -> list[str]:

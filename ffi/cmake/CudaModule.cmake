@@ -32,7 +32,7 @@ foreach(_family IN LISTS TURBOATTN_FAMILIES)
     set_target_properties(kernels_${_family} PROPERTIES CUDA_ARCHITECTURES "${_targets}")
     target_include_directories(kernels_${_family} PRIVATE ffi)
     target_compile_options(kernels_${_family} PRIVATE
-      -lineinfo -Xptxas=-warn-spills,-warn-lmem-usage -Xcompiler=-fvisibility=hidden)
+      -lineinfo -Xptxas=-warn-spills -Xcompiler=-fvisibility=hidden)
     target_link_libraries(_cuda PRIVATE kernels_${_family})
     list(LENGTH TURBOATTN_SOURCES_${_family} _count)
     message(STATUS "kernel family ${_family}: ${_count} rows for ${_targets}")

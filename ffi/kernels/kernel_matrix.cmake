@@ -12,9 +12,22 @@ set(TURBOATTN_TARGETS_sm75 75-real 75-virtual)                  # mma m16n8k8; o
 set(TURBOATTN_TARGETS_sm80 80-real 90-real 80-virtual)          # mma m16n8k16 + cp.async; 80 serves 86 and 89 too
 set(TURBOATTN_TARGETS_sm90 90a-real)                            # wgmma + TMA: this card and no other
 
+# The words of a row, their enumerators in core/desc.h and core/params.h, and the dtypes' long names.
 set(TURBOATTN_PHASES append gather)
+set(TURBOATTN_ENUM_append kAppend)
+set(TURBOATTN_ENUM_gather kGather)
 set(TURBOATTN_Q_DTYPES bf16 fp16)
 set(TURBOATTN_KV_DTYPES bf16 fp16 int8 int4 fp8)
+set(TURBOATTN_ENUM_bf16 kBfloat16)
+set(TURBOATTN_ENUM_fp16 kFloat16)
+set(TURBOATTN_ENUM_int8 kInt8)
+set(TURBOATTN_ENUM_int4 kInt4)
+set(TURBOATTN_ENUM_fp8 kFloat8E4M3)
+set(TURBOATTN_NAME_bf16 bfloat16)
+set(TURBOATTN_NAME_fp16 float16)
+set(TURBOATTN_NAME_int8 int8)
+set(TURBOATTN_NAME_int4 int4)
+set(TURBOATTN_NAME_fp8 float8_e4m3fn)
 
 set(TURBOATTN_KERNEL_MATRIX
   "append|simt|any|any|bf16|bf16"

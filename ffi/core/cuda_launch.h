@@ -1,0 +1,15 @@
+// What a CUDA kernel entry looks like to a handler. Only the CUDA module includes it.
+#ifndef TURBOATTN_CORE_CUDA_LAUNCH_H_
+#define TURBOATTN_CORE_CUDA_LAUNCH_H_
+
+#include <cuda_runtime_api.h>
+
+namespace turboattn {
+
+// Enqueues on the stream and returns; allocates nothing, waits for nothing. Params holds device pointers.
+template <class Params>
+using CudaLaunch = cudaError_t(const Params&, cudaStream_t);
+
+}  // namespace turboattn
+
+#endif  // TURBOATTN_CORE_CUDA_LAUNCH_H_

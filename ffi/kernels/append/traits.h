@@ -1,0 +1,22 @@
+// Compile-time choices of an append kernel: one row of kernel_matrix.cmake.
+#ifndef TURBOATTN_KERNELS_APPEND_TRAITS_H_
+#define TURBOATTN_KERNELS_APPEND_TRAITS_H_
+
+#include "core/params.h"
+#include "kernels/common/chunk.cuh"
+
+namespace turboattn::append {
+
+constexpr int kMaxWarps = 8;  // a block; 2 K rows a token, so 8 warps have two rows each at K = 8
+
+template <DType kE, DType kKv>
+struct Traits {
+  using E = Element<kE>;
+  static constexpr DType kKvDType = kKv;
+  static constexpr int kBits = kKv == DType::kInt4 ? 4 : 8;  // of a code; int8 and int4 only
+  static_assert(IsQuantised(kKv) || kKv == kE, "an unquantised cache has dtype E");
+};
+
+}  // namespace turboattn::append
+
+#endif  // TURBOATTN_KERNELS_APPEND_TRAITS_H_
