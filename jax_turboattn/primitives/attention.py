@@ -30,10 +30,17 @@ _AXES = dict(
 
 def _results(spec, named):
     B, T, H, _ = named["query"].shape
-    return [("b t h e", (B, T, H, spec.value_dim), spec.out_dtype), ("b t h", (B, T, H), "float32")]
+    return [((B, T, H, spec.value_dim), spec.out_dtype), ((B, T, H), "float32")]
 
 
-attention_p = define(Definition(op="attention", operand_axes=lambda spec: _AXES, results=_results))
+attention_p = define(
+    Definition(
+        op="attention",
+        operand_axes=lambda spec: _AXES,
+        result_axes=lambda spec: ["b t h e", "b t h"],
+        results=_results,
+    )
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -36,13 +36,15 @@ class Definition:
     Attributes:
       op: its name.
       operand_axes: spec -> {operand name: axis tokens}, for the operands that may be present.
-      results: (spec, {name: aval}) -> [(axis tokens, shape, dtype)].
+      result_axes: spec -> axis tokens of each result.
+      results: (spec, {name: aval}) -> [(shape, dtype)].
       not_differentiable: what to say under differentiation; None when a custom_vjp stands above the primitive.
     """
 
     op: str
     operand_axes: Callable[[Spec], dict[str, str]]
-    results: Callable[[Spec, Named], list[tuple[str, tuple[int, ...], Any]]]
+    result_axes: Callable[[Spec], list[str]]
+    results: Callable[[Spec, Named], list[tuple[tuple[int, ...], Any]]]
     not_differentiable: str | None = None
 
 
@@ -90,29 +92,31 @@ def _needs_devices_during_lowering(primitive: Primitive) -> None:
 # --- types ---------------------------------------------------------------------------------------------------------
 
 
-def _tokens(definition: Definition, spec: Spec) -> list[list[str]]:
+def _tokens(definition: Definition, spec: Spec) -> tuple[list[list[str]], list[list[str]]]:
+    """Axis tokens of the operands that are present, and of the results."""
     axes = definition.operand_axes(spec)
-    return [axes[name].split() for name in spec.operands]
+    return [axes[name].split() for name in spec.operands], [axes.split() for axes in definition.result_axes(spec)]
 
 
 def _abstract_eval(definition: Definition, *avals, spec):
     named = dict(zip(spec.operands, avals))
-    tokens = _tokens(definition, spec)
+    tokens, result_tokens = _tokens(definition, spec)
     varying = frozenset().union(*(a.manual_axis_type.varying for a in avals))
     results = []
-    for axes, shape, dtype in definition.results(spec, named):
-        aval = avals[0].update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=_sharding(avals, tokens, axes))
+    for axes, (shape, dtype) in zip(result_tokens, definition.results(spec, named)):
+        sharding = _sharding(avals, tokens, axes)
+        aval = avals[0].update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False, sharding=sharding)
         if varying:  # the union: a replicated query over device-dependent pages gives device-dependent rows
             aval = aval.update(manual_axis_type=aval.manual_axis_type.update(varying=varying))
         results.append(aval)
     return results
 
 
-def _sharding(avals, tokens, axes: str):
+def _sharding(avals, tokens, axes: list[str]):
     """In explicit-sharding mode a result axis is sharded like the first operand axis of the same token."""
     mesh = avals[0].sharding.mesh
     spec = []
-    for axis in axes.split():
+    for axis in axes:
         found = (
             a.sharding.spec[i]
             for a, names in zip(avals, tokens)
@@ -154,15 +158,11 @@ def _with_fewer_heads(spec: Spec, parts: int) -> Spec:
 
 
 def _partitioned(definition: Definition, inner: Primitive, spec: Spec):
-    tokens = _tokens(definition, spec)
+    tokens, result_tokens = _tokens(definition, spec)
     group = _group(spec)
 
     def call(local_spec):
         return lambda *operands: tuple(inner.bind(*operands, spec=local_spec))
-
-    def result_tokens(arg_types):
-        named = dict(zip(spec.operands, arg_types))
-        return [axes.split() for axes, _, _ in definition.results(spec, named)]
 
     def size(mesh, axis):
         return math.prod(mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis or ()))
@@ -190,13 +190,15 @@ def _partitioned(definition: Definition, inner: Primitive, spec: Spec):
             return NamedSharding(mesh, PartitionSpec(*(where.get(t) for t in toks)))
 
         local = call(_with_fewer_heads(spec, size(mesh, chosen.get("k"))))
-        results = tuple(sharding(toks) for toks in result_tokens(arg_infos))
+        results = tuple(sharding(toks) for toks in result_tokens)
         return mesh, local, results, tuple(sharding(toks) for toks in tokens)
 
     def rule(mesh, arg_types, result_types):
         names = {"h": "(k g)" if group > 1 else "k"}
-        sides = [", ".join(" ".join(names.get(t, t) for t in toks) for toks in side) for side in (tokens, result_tokens(arg_types))]
-        seen = dict.fromkeys(t for side in (tokens, result_tokens(arg_types)) for toks in side for t in toks)
+        sides = [
+            ", ".join(" ".join(names.get(t, t) for t in toks) for toks in side) for side in (tokens, result_tokens)
+        ]
+        seen = dict.fromkeys(t for side in (tokens, result_tokens) for toks in side for t in toks)
         whole = tuple(t for t in seen if t not in ("b", "k", "h"))
         factors = {"g": group} if group > 1 and "h" in seen else {}
         return " -> ".join(sides), dict(need_replication_factors=whole, **factors)
@@ -268,6 +270,11 @@ def _unmapped_shape(array, dim) -> Sequence[int]:
     return shape
 
 
-def written_results(spec: Spec, named: Named, axes: dict[str, str]) -> list[tuple[str, tuple[int, ...], Any]]:
-    """The results that are the written caches."""
-    return [(axes[name], named[name].shape, named[name].dtype) for name in written_caches(spec)]
+def written_axes(spec: Spec, axes: dict[str, str]) -> list[str]:
+    """Axes of the results that are the written caches."""
+    return [axes[name] for name in written_caches(spec)]
+
+
+def written_shapes(spec: Spec, named: Named) -> list[tuple[tuple[int, ...], Any]]:
+    """Shapes and dtypes of the results that are the written caches."""
+    return [(named[name].shape, named[name].dtype) for name in written_caches(spec)]

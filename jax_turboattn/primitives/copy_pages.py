@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .common import Definition, define, written_results
+from .common import Definition, define, written_axes, written_shapes
 from .paged import cache_axes
 
 
@@ -14,7 +14,8 @@ copy_pages_p = define(
     Definition(
         op="copy_pages",
         operand_axes=_axes,
-        results=lambda spec, named: written_results(spec, named, _axes(spec)),
+        result_axes=lambda spec: written_axes(spec, _axes(spec)),
+        results=written_shapes,
         not_differentiable="a cache is written in place",
     )
 )

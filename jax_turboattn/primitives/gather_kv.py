@@ -14,8 +14,8 @@ def _results(spec, named):
     B, M = named["page_table"].shape
     tokens, heads = M * spec.page_size, named["key_cache"].shape[2]
     return [
-        ("b s k d", (B, tokens, heads, spec.head_dim), spec.out_dtype),
-        ("b s k e", (B, tokens, heads, spec.value_dim), spec.out_dtype),
+        ((B, tokens, heads, spec.head_dim), spec.out_dtype),
+        ((B, tokens, heads, spec.value_dim), spec.out_dtype),
     ]
 
 
@@ -23,6 +23,7 @@ gather_kv_p = define(
     Definition(
         op="gather_kv",
         operand_axes=_axes,
+        result_axes=lambda spec: ["b s k d", "b s k e"],
         results=_results,
         not_differentiable="a cache holds no gradients",
     )

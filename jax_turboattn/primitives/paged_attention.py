@@ -6,12 +6,15 @@ from .common import Definition, define
 from .paged import PACKED, UNIFORM, cache_axes, sequence_axes
 
 
+def _rows(spec):
+    return "t" if spec.packed else "b r"
+
+
 def _axes(spec):
-    rows = "t" if spec.packed else "b r"
     return dict(
         cache_axes(spec.kv_dtype),
         **sequence_axes(PACKED if spec.packed else UNIFORM),
-        query=f"{rows} h d",
+        query=f"{_rows(spec)} h d",
         sinks="h",
         alibi_slopes="h",
         tree_mask="t j",
@@ -20,14 +23,14 @@ def _axes(spec):
 
 def _results(spec, named):
     shape = named["query"].shape[:-1]
-    rows = "t" if spec.packed else "b r"
-    return [(f"{rows} h e", (*shape, spec.value_dim), spec.out_dtype), (f"{rows} h", shape, "float32")]
+    return [((*shape, spec.value_dim), spec.out_dtype), (shape, "float32")]
 
 
 paged_attention_p = define(
     Definition(
         op="paged_attention",
         operand_axes=_axes,
+        result_axes=lambda spec: [f"{_rows(spec)} h e", f"{_rows(spec)} h"],
         results=_results,
         not_differentiable="train with attention or ragged_attention, which keep keys and values outside a cache",
     )

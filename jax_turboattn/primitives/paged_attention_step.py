@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .common import Definition, define, written_results
+from .common import Definition, define, written_axes, written_shapes
 from .paged import PACKED, cache_axes, sequence_axes
 
 
@@ -26,16 +26,14 @@ def _axes(spec):
 
 def _results(spec, named):
     T, H, _ = named["query"].shape
-    return written_results(spec, named, _axes(spec)) + [
-        ("t h e", (T, H, spec.attn.value_dim), spec.attn.out_dtype),
-        ("t h", (T, H), "float32"),
-    ]
+    return [*written_shapes(spec, named), ((T, H, spec.attn.value_dim), spec.attn.out_dtype), ((T, H), "float32")]
 
 
 paged_attention_step_p = define(
     Definition(
         op="paged_attention_step",
         operand_axes=_axes,
+        result_axes=lambda spec: [*written_axes(spec, _axes(spec)), "t h e", "t h"],
         results=_results,
         not_differentiable="train with attention or ragged_attention, which keep keys and values outside a cache",
     )

@@ -24,10 +24,17 @@ _AXES = dict(
 
 def _results(spec, named):
     T, H, _ = named["query"].shape
-    return [("t h e", (T, H, spec.value_dim), spec.out_dtype), ("t h", (T, H), "float32")]
+    return [((T, H, spec.value_dim), spec.out_dtype), ((T, H), "float32")]
 
 
-ragged_attention_p = define(Definition(op="ragged_attention", operand_axes=lambda spec: _AXES, results=_results))
+ragged_attention_p = define(
+    Definition(
+        op="ragged_attention",
+        operand_axes=lambda spec: _AXES,
+        result_axes=lambda spec: ["t h e", "t h"],
+        results=_results,
+    )
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
