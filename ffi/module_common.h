@@ -1,0 +1,40 @@
+// What both Python modules show of the registry.
+#ifndef TURBOATTN_MODULE_COMMON_H_
+#define TURBOATTN_MODULE_COMMON_H_
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "core/registry.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace turboattn {
+
+namespace nb = nanobind;
+
+// ffi_api_version() -> (major, minor) of the FFI headers of this build; kernels() -> [{name, phase, family, head_dim, value_dim, dtype,
+// kv_dtype}], sizes of None are taken at run time.
+inline void DefineCommon(nb::module_& module) {
+  module.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
+  module.def("kernels", [] {
+    const auto size = [](int64_t dim) { return dim == 0 ? nb::object(nb::none()) : nb::object(nb::int_(dim)); };
+    nb::list kernels;
+    for (const Kernel& kernel : Kernels()) {
+      const KernelDesc& desc = kernel.desc();
+      nb::dict entry;
+      entry["name"] = to_string(desc);
+      entry["phase"] = to_string(desc.phase);
+      entry["family"] = desc.family;
+      entry["head_dim"] = size(desc.head_dim);
+      entry["value_dim"] = size(desc.value_dim);
+      entry["dtype"] = to_string(desc.dtype);
+      entry["kv_dtype"] = to_string(desc.kv_dtype);
+      kernels.append(entry);
+    }
+    return kernels;
+  });
+}
+
+}  // namespace turboattn
+
+#endif  // TURBOATTN_MODULE_COMMON_H_
