@@ -1,0 +1,115 @@
+"""`python -m jax_turboattn generate`: completes prompts with the shipped model, all at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TextIO
+
+import jax
+
+from . import corpus, weights
+from .serve import Server
+
+KV_DTYPES = {"bf16": "bfloat16", "int8": "int8", "int4": "int4"}
+CONTEXT = 1024  # what the shipped model was trained on, in bytes
+PAGE_SIZE = 16
+DEFAULT_PROMPTS = (
+    "def read_lines(path):",
+    "import os\nimport sys\n\n\nclass Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
+    "try:\n    ",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="text to complete; may be given several times")
+    parser.add_argument("--max-tokens", type=int, default=128, help="bytes to add to each (default %(default)s)")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="type of the cache (default %(default)s)")
+    parser.add_argument("--implementation", help="of the attention: cuda, cpu, pallas or xla (default: the best here)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws at a temperature (default %(default)s)")
+    parser.add_argument("--stats", action="store_true", help="print counts and speed at the end")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints every prompt with its completion.
+
+    Raises:
+      ValueError, NotImplementedError, OSError: with a message for the user.
+    """
+    prompts = [prompt.encode() for prompt in args.prompt or DEFAULT_PROMPTS]
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise ValueError(f"--prompt must not be empty, got '' as number {number}")
+    if args.max_tokens < 1:
+        raise ValueError(f"--max-tokens must be >= 1, got {args.max_tokens}")
+    decoder = weights.load(weights.shipped(), implementation=args.implementation)
+    batch = min(len(prompts), 8)
+    length = min(CONTEXT, max(map(len, prompts)) + args.max_tokens)
+    server = Server(
+        decoder,
+        num_pages=batch * -(-length // PAGE_SIZE),
+        page_size=PAGE_SIZE,
+        kv_dtype=KV_DTYPES[args.kv_dtype],
+        max_batch=batch,
+        max_length=length,
+        chunk=64,
+        stop_token=corpus.SEPARATOR,
+    )
+    ids = [
+        server.submit(prompt, args.max_tokens, temperature=args.temperature, seed=args.seed + index)
+        for index, prompt in enumerate(prompts)
+    ]
+    started = time.perf_counter()
+    server.warm_up()
+    compile_s = time.perf_counter() - started
+    progress = ProgressLine(sys.stderr)
+    completions = server.run(progress)
+    progress.end(server)
+    for number, (prompt, request) in enumerate(zip(prompts, ids), 1):
+        completion = completions[request]
+        print(f"--- {number}: {len(prompt)} bytes and {len(completion.tokens)} new ({completion.reason})")
+        print((prompt + bytes(completion.tokens)).decode(errors="replace"))
+    if args.stats:
+        stats = server.stats
+        print("--- statistics")
+        for name, value in {
+            "device": jax.devices()[0].device_kind,
+            "implementation": args.implementation or "the best here",
+            "cache": f"{args.kv_dtype}, {server.cache.nbytes_per_token} bytes a token",
+            "pages": f"{stats.peak_pages} of {server.cache.num_pages} in use at most, {PAGE_SIZE} tokens each",
+            "steps": stats.steps,
+            "prompt tokens": f"{stats.prefill_tokens} computed, {stats.shared_tokens} shared",
+            "new tokens": f"{stats.new_tokens} in {stats.seconds:.2f} s, {stats.tokens_per_second:.0f} a second",
+            "compilation": f"{compile_s:.1f} s",
+        }.items():
+            print(f"{name:<15} {value}")
+    return 0
+
+
+class ProgressLine:
+    """One line about a server: rewritten in place on a terminal, elsewhere printed every few seconds and at the end."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._period = 0.1 if stream.isatty() else 5.0
+        self._next = time.monotonic() + self._period
+
+    def __call__(self, server: Server) -> None:
+        if time.monotonic() >= self._next:
+            self._write(server, last=False)
+            self._next = time.monotonic() + self._period
+
+    def end(self, server: Server) -> None:
+        self._write(server, last=True)
+
+    def _write(self, server, last):
+        stats = server.stats
+        text = (
+            f"step {stats.steps} · running {server.num_running} · waiting {server.num_waiting} · "
+            f"{stats.prefill_tokens} prompt + {stats.new_tokens} new tokens · {stats.tokens_per_second:.0f} tokens/s"
+        )
+        terminal = self._stream.isatty()
+        self._stream.write(("\r\x1b[K" if terminal else "") + text + ("\n" if last or not terminal else ""))
+        self._stream.flush()
