@@ -14,6 +14,7 @@ from .api import (
     ragged_attention,
 )
 from .cache import PagedKVCache
+from .inspection import explain
 from .rope import RopeConfig
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "append_kv",
     "attention",
     "copy_pages",
+    "explain",
     "gather_kv",
     "make_plan",
     "merge_partials",

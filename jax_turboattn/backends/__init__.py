@@ -12,6 +12,7 @@ from ..spec import Spec
 from . import ffi, xla
 
 ENVIRONMENT_VARIABLE = "JAX_TURBOATTN_IMPLEMENTATION"
+PALLAS_MISSING = "the Pallas kernels do not exist yet"
 NAMES = ("cuda", "cuda:sm75", "cuda:sm80", "cuda:sm90", "cpu", "pallas", "xla")
 
 # Candidates by lowering platform, best first; every other platform has plain jnp alone.
@@ -29,7 +30,7 @@ def supports(name: str, spec: Spec) -> str | None:
     if kind == "xla":
         return xla.supports(spec)
     if kind == "pallas":
-        return "the Pallas kernels do not exist yet"
+        return PALLAS_MISSING
     return ffi.supports(spec, kind, family or None)
 
 
