@@ -13,6 +13,7 @@ from .api import (
     paged_decode,
     ragged_attention,
 )
+from .backends.ffi import export_disabled_checks
 from .cache import PagedKVCache
 from .inspection import explain
 from .rope import RopeConfig
@@ -27,6 +28,7 @@ __all__ = [
     "attention",
     "copy_pages",
     "explain",
+    "export_disabled_checks",
     "gather_kv",
     "make_plan",
     "merge_partials",

@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 import jax
+import jax.export
 import numpy as np
 
 from ..spec import (
@@ -21,12 +22,21 @@ from ..spec import (
     AttnSpec,
     CopySpec,
     GatherSpec,
-    MergeSpec,
     Spec,
     StepSpec,
     written_caches,
 )
 
+OPS = (
+    "attention",
+    "ragged_attention",
+    "paged_attention",
+    "paged_attention_step",
+    "append_kv",
+    "gather_kv",
+    "copy_pages",
+    "merge_partials",
+)
 _XLA_PLATFORM = {"cpu": "cpu", "cuda": "CUDA"}  # "cuda" in lower case is accepted there and never registered
 
 
@@ -84,6 +94,14 @@ def load(name: str) -> Module:
 def target(op: str) -> str:
     """The FFI target of a primitive. Versioned: exported programs and compilation caches outlive a build."""
     return f"turboattn_{op}_v1"
+
+
+def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What `jax.export.export(..., disabled_checks=...)` needs for programs that hold our kernels.
+
+    The names are versioned, so an exported program keeps its meaning or does not run.
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(target(op)) for op in OPS]
 
 
 _CPU_MISSING = {
@@ -179,6 +197,3 @@ def lower(ctx, *operands, spec: Spec):
         aliases = {spec.operands.index(name): i for i, name in enumerate(written_caches(spec))}
     rule = jax.ffi.ffi_lowering(target(spec.op), operand_output_aliases=aliases)
     return rule(ctx, *operands, **attributes(spec))
-
-
-__all__ = ["Module", "MergeSpec", "attributes", "load", "lower", "supports", "target"]
