@@ -9,6 +9,9 @@ import sys
 # command -> (module with add_arguments(parser) and run(args) -> exit status, one line of help). The modules are
 # imported when their command is asked for: `env` must work where flax is missing.
 COMMANDS = {
+    "env": ("jax_turboattn.commands.env", "versions, devices, and which implementations loaded or why not"),
+    "kernels": ("jax_turboattn.commands.kernels", "the compiled kernels"),
+    "explain": ("jax_turboattn.commands.explain", "which implementation a call would take, and why not the others"),
     "generate": ("jax_turboattn.models.generate", "complete text with the shipped model"),
 }
 
@@ -33,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
             module.add_arguments(subparsers[argv[0]])
         args = parser.parse_args(argv)
         return module.run(args)
-    except (ImportError, NotImplementedError, OSError, ValueError) as error:
+    except (ImportError, NotImplementedError, OSError, TypeError, ValueError) as error:
         print(f"{parser.prog} {argv[0]}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 

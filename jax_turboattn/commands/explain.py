@@ -1,0 +1,85 @@
+"""`explain`: which implementation a call of these shapes would take, and why not the others."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from .. import PagedKVCache, api
+from ..inspection import explain
+from ..spec import KV_DTYPES, QUERY_DTYPES
+from .table import print_table
+
+FUNCTIONS = ("paged_attention", "paged_decode", "paged_attention_step", "append_kv", "gather_kv", "attention", "ragged_attention")
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("function", choices=FUNCTIONS, nargs="?", default="paged_decode")
+    parser.add_argument("--heads", type=int, default=32, help="query heads, H (default %(default)s)")
+    parser.add_argument("--kv-heads", type=int, default=8, help="kv heads, K (default %(default)s)")
+    parser.add_argument("--head-dim", type=int, default=128, help="D (default %(default)s)")
+    parser.add_argument("--value-dim", type=int, help="Dv (default D)")
+    parser.add_argument("--dtype", choices=QUERY_DTYPES, default="bfloat16", help="of the queries (default %(default)s)")
+    parser.add_argument("--kv-dtype", choices=tuple(KV_DTYPES), help="of the cache (default: that of the queries)")
+    parser.add_argument("--page-size", type=int, default=64, help="tokens a page (default %(default)s)")
+    parser.add_argument("--window", type=int, help="left window, self excluded")
+    parser.add_argument("--soft-cap", type=float, help="logits soft cap")
+    parser.add_argument("--sinks", action="store_true")
+    parser.add_argument("--alibi", action="store_true")
+    parser.add_argument("--mla", action="store_true", help="shared_value cache: V is the first Dv columns of K")
+    parser.add_argument("--implementation", help="force one")
+    parser.add_argument("--platform", help="cpu or cuda (default: this host's)")
+
+
+def run(args) -> int:
+    array = jax.ShapeDtypeStruct
+    value_dim = args.value_dim or args.head_dim
+    B, T, S, M = 4, 8, 8, 4  # a kernel's choice does not depend on them
+    query = array((T, args.heads, args.head_dim), args.dtype)
+    key = array((T, args.kv_heads, args.head_dim), args.dtype)
+    value = None if args.mla else array((T, args.kv_heads, value_dim), args.dtype)
+    cache = jax.eval_shape(
+        lambda: PagedKVCache.create(
+            B * M,
+            args.kv_heads,
+            args.head_dim,
+            value_dim=value_dim,
+            page_size=args.page_size,
+            dtype=args.kv_dtype or args.dtype,
+            param_dtype=args.dtype,
+            shared_value=args.mla,
+        )
+    )
+    table, lens = array((B, M), jnp.int32), array((B,), jnp.int32)
+    offsets = array((B + 1,), jnp.int32)
+    options = dict(
+        local_window_size=None if args.window is None else (args.window, 0),
+        logits_soft_cap=args.soft_cap,
+        sinks=array((args.heads,), jnp.float32) if args.sinks else None,
+        alibi_slopes=array((args.heads,), jnp.float32) if args.alibi else None,
+        scale=args.head_dim**-0.5 if args.mla else None,
+    )
+    calls = dict(
+        paged_attention=((query, cache, table, lens, offsets), options),
+        paged_decode=((array((B, args.heads, args.head_dim), args.dtype), cache, table, lens), options),
+        paged_attention_step=((query, key, value, cache, table, lens, offsets), options),
+        append_kv=((cache, key, value, table, lens, offsets), {}),
+        gather_kv=((cache, table, lens), {}),
+        attention=tuple(
+            (
+                tuple(array((B, n, h, d), args.dtype) for n, h, d in ((T, args.heads, args.head_dim), (S, args.kv_heads, args.head_dim), (S, args.kv_heads, value_dim))),
+                options | {"is_causal": True},
+            )
+        ),
+        ragged_attention=((query, key, array((T, args.kv_heads, value_dim), args.dtype), offsets, offsets), options),
+    )
+    arguments, keywords = calls[args.function]
+    function = functools.partial(getattr(api, args.function), implementation=args.implementation)
+    found = explain(function, *arguments, platform=args.platform, **keywords)
+    print_table(
+        ("primitive", "implementation", "", "reason"),
+        [(c.op, c.implementation, "<- chosen" if c.chosen else "", c.reason or "has a kernel") for c in found],
+    )
+    return 0
