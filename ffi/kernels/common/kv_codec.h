@@ -40,26 +40,31 @@ TA_HD uint8_t EncodeCode(float x, RowScale row) {
   return row.scale == 0.f ? uint8_t{0} : static_cast<uint8_t>(code);
 }
 
-// NaN parameters give NaN; otherwise the value stays in E's finite range, since the row it came from was finite.
+// The largest magnitude of a decoded value: E's largest when the row was finite (as finite parameters show), else no bound.
+template <class E>
+TA_HD float DecodeLimit(bool finite) {
+  return finite ? MaxFinite<E>() : Infinity();
+}
+
 template <class E>
 TA_HD float DecodeCode(uint8_t code, RowScale row) {
   const float x = AddRn(MulRn(static_cast<float>(static_cast<int32_t>(code)), row.scale), row.zero);
-  const float max = MaxFinite<E>();
-  return RoundTo<E>(x > max ? max : x < -max ? -max : x);
+  const float limit = DecodeLimit<E>(IsFinite(row.scale) && IsFinite(row.zero));
+  return RoundTo<E>(x > limit ? limit : x < -limit ? -limit : x);
 }
 
 TA_HD fp8_e4m3 EncodeFp8(float x, float scale) {
   if (scale == 0.f) return fp8_e4m3{0};
-  if (!IsFinite(x)) return fp8_e4m3{0x7f};
   const float y = DivRn(x, scale);
+  if (!IsFinite(y)) return fp8_e4m3{0x7f};
   return FromFloat<fp8_e4m3>(y > 448.f ? 448.f : y < -448.f ? -448.f : y);
 }
 
 template <class E>
 TA_HD float DecodeFp8(fp8_e4m3 code, float scale) {
   const float x = MulRn(ToFloat(code), scale);
-  const float max = MaxFinite<E>();
-  return RoundTo<E>(x > max ? max : x < -max ? -max : x);
+  const float limit = DecodeLimit<E>(IsFinite(scale));
+  return RoundTo<E>(x > limit ? limit : x < -limit ? -limit : x);
 }
 
 // int4 order: 8 consecutive elements e0..e7 fill one little-endian uint32, nibbles from the low end: e0 e2 e4 e6 e1 e3 e5 e7.

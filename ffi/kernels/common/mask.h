@@ -17,8 +17,8 @@ struct KeyRange {
 struct MaskRule {
   int64_t limit;  // 0 <= limit < 2^31; keys at or past it do not exist
   bool is_causal;
-  int64_t left;   // keys before the row that it sees; negative: all
-  int64_t right;  // keys after the row that it sees; negative: all
+  int64_t left;   // keys before the row that it sees; -1: all. Another negative number n hides the last -n keys and the row's own
+  int64_t right;  // keys after the row that it sees; -1: all
 };
 
 TA_HD MaskRule MakeMaskRule(int64_t limit, bool is_causal, const int32_t* window, int64_t b) {
@@ -29,9 +29,9 @@ TA_HD MaskRule MakeMaskRule(int64_t limit, bool is_causal, const int32_t* window
 // see no key outside [VisibleKeys(p0).lo, VisibleKeys(p1).hi), and all of them see [VisibleKeys(p1).lo, VisibleKeys(p0).hi).
 TA_HD KeyRange VisibleKeys(const MaskRule& rule, int64_t p) {
   int64_t lo = 0, hi = rule.limit;
-  if (rule.left >= 0) lo = p - rule.left;
+  if (rule.left != -1) lo = p - rule.left;
   if (rule.is_causal && hi > p + 1) hi = p + 1;
-  if (rule.right >= 0 && hi > p + rule.right + 1) hi = p + rule.right + 1;
+  if (rule.right != -1 && hi > p + rule.right + 1) hi = p + rule.right + 1;
   lo = Clamp(lo, 0, rule.limit);
   return {lo, Clamp(hi, lo, rule.limit)};
 }

@@ -184,20 +184,23 @@ class Scratch {
  public:
   template <class T>
   void Plan(T** piece, int64_t count) {
-    pieces_.push_back({reinterpret_cast<void**>(piece), bytes_});
+    pieces_.push_back({piece, bytes_});
     bytes_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
   }
   bool Allocate() {
     memory_.reset(new (std::nothrow) char[bytes_ + 64]());
     if (memory_ == nullptr) return false;
     char* base = memory_.get() + (64 - reinterpret_cast<uintptr_t>(memory_.get()) % 64) % 64;
-    for (const Piece& piece : pieces_) *piece.where = base + piece.offset;
+    for (const Piece& piece : pieces_) {
+      char* address = base + piece.offset;
+      std::memcpy(piece.where, &address, sizeof(address));  // *where is a T*; all object pointers look alike
+    }
     return true;
   }
 
  private:
   struct Piece {
-    void** where;
+    void* where;
     int64_t offset;
   };
   std::vector<Piece> pieces_;
@@ -214,7 +217,8 @@ void PlanPartial(Scratch& scratch, Partial* partial, int rows, int64_t value_dim
 // A thread's working memory.
 struct Worker {
   Tile tile = {};
-  Partial total = {};
+  Partial part = {};   // of one split
+  Partial total = {};  // of the splits so far
   SinCos* turns = nullptr;
   KeyBlock block;
   Scratch scratch;
@@ -222,9 +226,6 @@ struct Worker {
   bool Allocate(const Problem& problem, int rows) {
     const int64_t width = Padded(problem.spec.head_dim), value_width = Padded(problem.spec.value_dim);
     scratch.Plan(&tile.query, rows * width);
-    scratch.Plan(&tile.max, rows);
-    scratch.Plan(&tile.sum, rows);
-    scratch.Plan(&tile.acc, rows * value_width);
     scratch.Plan(&tile.visible_lo, rows);
     scratch.Plan(&tile.visible_hi, rows);
     scratch.Plan(&tile.position, rows);
@@ -237,6 +238,7 @@ struct Worker {
     scratch.Plan(&tile.value, kBlockKeys * value_width);
     scratch.Plan(&tile.zeros, value_width);
     scratch.Plan(&tile.key_t_rows, width);
+    PlanPartial(scratch, &part, rows, problem.spec.value_dim);
     PlanPartial(scratch, &total, rows, problem.spec.value_dim);
     scratch.Plan(&turns, problem.prologue.rope.dim / 2);
     if (!scratch.Allocate()) return false;
@@ -323,14 +325,18 @@ void StartUnit(const Problem& problem, const Unit& unit, Worker& worker) {
   }
 }
 
-// The tile's rows over the keys of split number `split` of the unit (0 is the first), into the tile's max, sum and acc.
-void AttendSplit(const Problem& problem, TakeBlock take, const Unit& unit, int64_t split, Worker& worker) {
-  Clear({worker.tile.max, worker.tile.sum, worker.tile.acc}, unit.rows, problem.spec.value_dim);
+// The started unit's rows over the keys of split number `split` of the unit (0 is the first).
+void AttendSplit(const Problem& problem, TakeBlock take, const Unit& unit, int64_t split, Worker& worker, const Partial& result) {
+  Clear(result, unit.rows, problem.spec.value_dim);
+  Tile tile = worker.tile;
+  tile.max = result.max;
+  tile.sum = result.sum;
+  tile.acc = result.acc;
   const int64_t start = (unit.first_split() + split) * kSplitKeys;
   const int64_t end = std::min(start + kSplitKeys, unit.keys.hi);
   for (int64_t j = std::max(start, unit.keys.lo); j < end;) {
     j = problem.source->Collect(unit.b, unit.head, j, end, &worker.block);
-    if (worker.block.count > 0) take(problem.spec, worker.block, worker.tile);
+    if (worker.block.count > 0) take(problem.spec, worker.block, tile);
   }
 }
 
@@ -395,8 +401,8 @@ void RunWholeUnits(const Problem& problem, TakeBlock take, std::vector<Unit>& un
     StartUnit(problem, unit, worker);
     Clear(worker.total, unit.rows, problem.spec.value_dim);
     for (int64_t split = 0; split < unit.num_splits(); ++split) {
-      AttendSplit(problem, take, unit, split, worker);
-      Fold(worker.total, {worker.tile.max, worker.tile.sum, worker.tile.acc}, unit.rows, problem.spec.value_dim);
+      AttendSplit(problem, take, unit, split, worker, worker.part);
+      Fold(worker.total, worker.part, unit.rows, problem.spec.value_dim);
     }
     FinishUnit(problem, unit, worker.total);
   });
@@ -407,7 +413,7 @@ Status RunSplits(const Problem& problem, TakeBlock take, const std::vector<Unit>
   const int64_t slots = std::max(64, 4 * parallel.num_workers());
   struct Task {
     const Unit* unit;
-    int64_t split;  // num_splits: nothing to compute, a unit without keys
+    int64_t split;
   };
   std::vector<Partial> partials(slots);
   Partial total;
@@ -420,13 +426,8 @@ Status RunSplits(const Problem& problem, TakeBlock take, const std::vector<Unit>
   const auto run_wave = [&] {
     parallel.For(static_cast<int64_t>(wave.size()), [&](int64_t item, int w) {
       const Task& task = wave[item];
-      const Partial& partial = partials[item];
-      Tile& tile = workers[w].tile;
       StartUnit(problem, *task.unit, workers[w]);
-      const Tile saved = tile;
-      tile.max = partial.max, tile.sum = partial.sum, tile.acc = partial.acc;
-      AttendSplit(problem, take, *task.unit, task.split, workers[w]);
-      tile.max = saved.max, tile.sum = saved.sum, tile.acc = saved.acc;
+      AttendSplit(problem, take, *task.unit, task.split, workers[w], partials[item]);
     });
     for (size_t i = 0; i < wave.size(); ++i) {
       const Unit& unit = *wave[i].unit;

@@ -42,9 +42,9 @@ struct TileSpec {
 struct Tile {
   int rows;             // 1 .. kTileRows
   float* query;         // [rows, Padded(D)]
-  float* max;           // [rows]
-  float* sum;           // [rows]
-  float* acc;           // [rows, Padded(Dv)] unnormalised sum of p * v
+  float* max;           // [rows] result
+  float* sum;           // [rows] result
+  float* acc;           // [rows, Padded(Dv)] result: unnormalised sum of p * v
   int32_t* visible_lo;  // [rows] positions [lo, hi) that the row sees
   int32_t* visible_hi;  // [rows]
   int64_t* position;    // [rows]
