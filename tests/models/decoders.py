@@ -1,0 +1,40 @@
+"""The decoders that the model tests run."""
+
+import functools
+
+import pytest
+
+pytest.importorskip("flax")
+
+import jax.numpy as jnp  # noqa: E402
+from flax import nnx  # noqa: E402
+
+from jax_turboattn import RopeConfig  # noqa: E402
+from jax_turboattn.models import weights  # noqa: E402
+from jax_turboattn.models.decoder import Decoder, DecoderConfig  # noqa: E402
+
+SMALL = DecoderConfig(
+    vocab_size=61,
+    hidden_size=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_size=48,
+    rope=RopeConfig(dim=8),
+)
+
+
+@functools.lru_cache
+def small_decoder(implementation="xla", **changes):
+    """Random, with an embedding large enough that the logits differ from token to token."""
+    import dataclasses
+
+    decoder = Decoder(dataclasses.replace(SMALL, **changes), implementation=implementation, rngs=nnx.Rngs(0))
+    decoder.embedding[...] = decoder.embedding[...] * 50
+    return decoder
+
+
+@functools.lru_cache
+def shipped_decoder(implementation="xla"):
+    return weights.load(weights.shipped(), dtype=jnp.float32, implementation=implementation)

@@ -1,0 +1,66 @@
+"""`python -m jax_turboattn generate`: what it prints, and one line for each error."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("flax")
+
+from jax_turboattn.__main__ import main  # noqa: E402
+
+
+def generate(*arguments):
+    return main(["generate", "--max-tokens", "12", *arguments])
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "int4"])
+def test_completes_prompts_of_different_lengths(capsys, kv_dtype):
+    arguments = ["--prompt", "def read_lines(path):", "--prompt", "x", "--kv-dtype", kv_dtype, "--stats"]
+    assert generate(*arguments) == 0
+    printed, progress = capsys.readouterr()
+    assert "--- 1: 21 bytes and" in printed and "\ndef read_lines(path):" in printed
+    assert "--- 2: 1 bytes and" in printed
+    assert "tokens/s" in progress
+    assert f"{kv_dtype}, " in printed and "new tokens" in printed
+    assert generate(*arguments) == 0
+    again, _ = capsys.readouterr()
+    assert again.split("--- statistics")[0] == printed.split("--- statistics")[0]
+
+
+def test_seed_and_temperature(capsys):
+    def text(*arguments):
+        assert generate("--prompt", "import ", *arguments) == 0
+        return capsys.readouterr().out
+
+    assert text("--temperature", "1.5", "--seed", "1") == text("--temperature", "1.5", "--seed", "1")
+    assert text("--temperature", "1.5", "--seed", "1") != text("--temperature", "1.5", "--seed", "2")
+    assert text("--seed", "1") == text("--seed", "2")
+
+
+ERRORS = [
+    (["--prompt", ""], "--prompt must not be empty"),
+    (["--max-tokens", "0"], "--max-tokens must be >= 1, got 0"),
+    (["--max-tokens", "5000"], "max_length = 1024"),
+    (["--temperature", "-1"], "temperature must be finite and >= 0, got -1.0"),
+    (["--implementation", "magic"], "implementation must be one of"),
+    (["--implementation", "pallas"], "no kernel"),
+    (["--kv-dtype", "int3"], "invalid choice: 'int3'"),
+    (["--seed", "x"], "invalid int value: 'x'"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", ERRORS)
+def test_errors_are_one_line_and_status_2(capsys, arguments, message):
+    try:
+        status = main(["generate", *arguments])
+    except SystemExit as exit:  # argparse
+        status = exit.code
+    printed, error = capsys.readouterr()
+    assert (status, printed) == (2, "")
+    assert error.count("\n") == 1 and message in error
+
+
+def test_unknown_command():
+    done = subprocess.run([sys.executable, "-m", "jax_turboattn", "fly"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "invalid choice: 'fly'" in done.stderr

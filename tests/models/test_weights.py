@@ -1,0 +1,174 @@
+"""Weights files: round trips, Hugging Face names, broken files, and the shipped model's size."""
+
+import json
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_turboattn.models import weights
+from jax_turboattn.models.decoder import Decoder
+
+from decoders import SMALL, small_decoder
+
+nnx = pytest.importorskip("flax.nnx")
+
+TOKENS = np.arange(12, dtype=np.int32)[None]
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied": False, "attention_bias": True, "local_window_size": (5, 0)}], ids=str)
+def test_round_trip(tmp_path, changes):
+    decoder = small_decoder(**changes)
+    weights.save(tmp_path / "w.safetensors", decoder, jnp.float32)
+    again = weights.load(tmp_path / "w.safetensors", implementation="xla")
+    assert again.config == decoder.config
+    np.testing.assert_array_equal(again(TOKENS), decoder(TOKENS))
+    weights.save(tmp_path / "w.safetensors", decoder)
+    again = weights.load(tmp_path / "w.safetensors", implementation="xla")
+    assert again.dtype == jnp.bfloat16
+    np.testing.assert_allclose(again(TOKENS), decoder(TOKENS), atol=0.2)
+
+
+def test_the_safetensors_package_reads_our_files_and_we_read_its(tmp_path):
+    numpy_format = pytest.importorskip("safetensors.numpy")
+    decoder = small_decoder()
+    weights.save(tmp_path / "w.safetensors", decoder, jnp.float32)
+    arrays = numpy_format.load_file(tmp_path / "w.safetensors")
+    ours, metadata = weights.read_safetensors(tmp_path / "w.safetensors")
+    assert sorted(arrays) == sorted(ours)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array, ours[name])
+    numpy_format.save_file(arrays, tmp_path / "theirs.safetensors", metadata)
+    np.testing.assert_array_equal(weights.load(tmp_path / "theirs.safetensors")(TOKENS), decoder(TOKENS))
+
+
+def hugging_face_files(decoder, directory, head=True):
+    """The decoder in two files with Llama's names, and its config.json."""
+    config = decoder.config
+    tree = nnx.to_pure_dict(nnx.split(decoder)[1])
+    layers, attention, mlp = tree["layers"], tree["layers"]["attention"], tree["layers"]["mlp"]
+    arrays = {"model.embed_tokens.weight": tree["embedding"], "model.norm.weight": tree["final_norm"]["scale"]}
+    if head:
+        arrays["lm_head.weight"] = tree["head"].T if "head" in tree else tree["embedding"]
+    for i in range(config.num_layers):
+        named = {
+            "input_layernorm.weight": layers["attention_norm"]["scale"][i],
+            "post_attention_layernorm.weight": layers["mlp_norm"]["scale"][i],
+            "self_attn.o_proj.weight": attention["o_kernel"][i].reshape(-1, config.hidden_size).T,
+        }
+        for letter in "qkv":
+            named[f"self_attn.{letter}_proj.weight"] = attention[f"{letter}_kernel"][i].reshape(config.hidden_size, -1).T
+        for part in ("gate", "up", "down"):
+            named[f"mlp.{part}_proj.weight"] = mlp[part][i].T
+        if config.attention_bias:
+            for letter in "qkvo":
+                named[f"self_attn.{letter}_proj.bias"] = attention[f"{letter}_bias"][i].reshape(-1)
+        arrays |= {f"model.layers.{i}.{name}": array for name, array in named.items()}
+    arrays = {name: np.asarray(array) for name, array in arrays.items()}
+    names = sorted(arrays)
+    for number, part in enumerate((names[::2], names[1::2])):
+        path = directory / f"model-{number}.safetensors"
+        weights.write_safetensors(path, {name: arrays[name] for name in part}, {"format": "pt"})
+    description = {
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp_size,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.base,
+        "tie_word_embeddings": config.tied,
+        "attention_bias": config.attention_bias,
+    }
+    (directory / "config.json").write_text(json.dumps(description))
+    return arrays
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied": False, "attention_bias": True}], ids=str)
+def test_hugging_face_names(tmp_path, changes):
+    decoder = small_decoder(**changes)
+    hugging_face_files(decoder, tmp_path)
+    again = weights.load_hf(tmp_path, implementation="xla")
+    assert again.config == decoder.config
+    np.testing.assert_allclose(again(TOKENS), decoder(TOKENS), rtol=1e-6, atol=1e-6)
+
+
+def test_hugging_face_files_that_do_not_fit(tmp_path):
+    arrays = hugging_face_files(small_decoder(), tmp_path)
+    extra = tmp_path / "model-9.safetensors"
+    weights.write_safetensors(extra, {"model.layers.0.self_attn.rotary.weight": np.zeros(1, np.float32)}, {})
+    with pytest.raises(ValueError, match="weights must be those of a Llama decoder, got 'model.layers.0.self_attn.rotary"):
+        weights.load_hf(tmp_path)
+    weights.write_safetensors(extra, {"model.layers.3.mlp.up_proj.weight": arrays["model.layers.0.mlp.up_proj.weight"]}, {})
+    with pytest.raises(ValueError, match=r"layers.mlp.up must come for layers 0..2, got \[0, 1, 2, 3\]"):
+        weights.load_hf(tmp_path)
+
+
+def test_wrong_names_and_shapes(tmp_path):
+    weights.save(tmp_path / "w.safetensors", small_decoder(), jnp.float32)
+    arrays, metadata = weights.read_safetensors(tmp_path / "w.safetensors")
+    arrays = {name: np.array(array) for name, array in arrays.items()}
+    broken = dict(arrays, embedding=np.zeros((3, 3), np.float32))
+    weights.write_safetensors(tmp_path / "b.safetensors", broken, metadata)
+    with pytest.raises(ValueError, match=r"embedding must have shape \(61, 32\), got \(3, 3\)"):
+        weights.load(tmp_path / "b.safetensors")
+    del arrays["embedding"]
+    weights.write_safetensors(tmp_path / "b.safetensors", arrays, metadata)
+    with pytest.raises(ValueError, match=r"missing \['embedding'\], superfluous \[\]"):
+        weights.load(tmp_path / "b.safetensors")
+    weights.write_safetensors(tmp_path / "b.safetensors", arrays, {})
+    with pytest.raises(ValueError, match="path must hold a decoder's config"):
+        weights.load(tmp_path / "b.safetensors")
+
+
+def header(text, size=None):
+    return struct.pack("<Q", len(text) if size is None else size) + text
+
+
+ENTRY = b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, %d]}}'
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    {
+        b"abc": "3 bytes",
+        header(b"{}", 1 << 60): "a header of 1152921504606846976 bytes",
+        header(b"not json"): "the header is no JSON",
+        header(b"[]"): "the header is no JSON object",
+        header(b'{"x": 1}'): "entry 'x' lacks dtype",
+        header(ENTRY % 8) + b"1234": r"x \[2\] F32 at bytes 0..8 of 4",
+        header(ENTRY % 4) + b"1234": r"x \[2\] F32 at bytes 0..4 of 4",
+        header((ENTRY % 8).replace(b"F32", b"I64")) + b"12345678": "x has dtype I64",
+    }.items(),
+)
+def test_broken_files(tmp_path, content, reason):
+    path = tmp_path / "broken.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="path must be a safetensors file.*" + reason):
+        weights.read_safetensors(path)
+
+
+def test_shipped_model_is_small():
+    path = weights.shipped()
+    assert path.stat().st_size <= 6_000_000
+    arrays, _ = weights.read_safetensors(path)
+    assert 1_000_000 <= sum(array.size for array in arrays.values()) <= 3_000_000
+    assert {str(array.dtype) for array in arrays.values()} == {"bfloat16"}
+    decoder = weights.load(path)
+    assert isinstance(decoder, Decoder) and decoder.config.head_dim == 64
+    assert SMALL.head_dim != 64
+
+
+def test_shipped_model_knows_python():
+    """Far below the 8 bits of a guess on a text that it has not seen."""
+    decoder = weights.load(weights.shipped(), implementation="xla")
+    text = b"def word_lengths(names):\n    result = {}\n    for name in names:\n        result[name] = len(name)\n"
+    tokens = jnp.asarray(np.frombuffer(text, np.uint8))[None]
+    logp = jax.nn.log_softmax(decoder(tokens[:, :-1]))
+    bits = -jnp.take_along_axis(logp, tokens[:, 1:, None].astype(jnp.int32), -1).mean() / jnp.log(2)
+    assert bits < 2.5
