@@ -689,17 +689,22 @@ def gather_kv(
 
 
 def copy_pages(cache: Cache, source: Array, destination: Array, *, layer: Any = None) -> Cache:
-    """The cache with page destination[i] a copy of page source[i]; all sources are read before any write."""
+    """The cache with page destination[i] a copy of page source[i]; all sources are read before any write.
+
+    layer None copies the pages of every layer.
+    """
     written = dataclasses.replace(cache, **{name: getattr(cache, name).copy() for name in _array_names(cache)})
-    before, after = _layer(cache, layer), _layer(written, layer)
-    if before is None or after is None:
-        return written
-    num_pages = before.key.shape[0]
-    for src, dst in zip(source, destination):
-        if 0 <= src < num_pages and 0 <= dst < num_pages:
-            for name in _array_names(cache):
-                if not (cache.dtype == "float8_e4m3fn" and name.endswith("params")):
-                    getattr(after, name)[dst] = getattr(before, name)[src]
+    every_layer = cache.key.ndim == 5 and layer is None
+    for each in range(cache.key.shape[0]) if every_layer else (layer,):
+        before, after = _layer(cache, each), _layer(written, each)
+        if before is None or after is None:
+            continue
+        num_pages = before.key.shape[0]
+        for src, dst in zip(source, destination, strict=True):
+            if 0 <= src < num_pages and 0 <= dst < num_pages:
+                for name in _array_names(cache):
+                    if not (cache.dtype == "float8_e4m3fn" and name.endswith("params")):
+                        getattr(after, name)[dst] = getattr(before, name)[src]
     return written
 
 

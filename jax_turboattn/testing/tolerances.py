@@ -1,9 +1,9 @@
 """The accuracy budget of contract section 7, and reports that say where it was exceeded.
 
 A row is one query token of one head. Its error may be twice that of the plain same-dtype baseline, plus one ulp of the
-output dtype at the row's largest magnitude, plus a float32 floor. The baseline's errors are pooled over rows with a similar
-number of keys, each relative to its row's `spread` (the sum of p * |v|, which is what rounding acts on): a baseline that
-is exact by luck on one row is no yardstick.
+output dtype at the row's largest magnitude, plus a float32 floor. The baseline's errors are pooled over rows with a
+similar number of keys, each relative to its row's `spread` (the sum of p * |v|, which is what rounding acts on): a
+baseline that is exact by luck on one row is no yardstick.
 """
 
 from __future__ import annotations

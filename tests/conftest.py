@@ -1,0 +1,30 @@
+"""Markers and warnings for the whole suite. No platform is chosen here: JAX_PLATFORMS stays the caller's."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "nightly: free shapes and long runs; selected with -m nightly, skipped otherwise"
+    )
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; skipped where jax sees none")
+    # A warning of ours, or a deprecation that our calls trigger, is a defect. Other packages' are theirs.
+    config.addinivalue_line("filterwarnings", "error:::jax_turboattn")
+    config.addinivalue_line("filterwarnings", "error::DeprecationWarning:jax_turboattn")
+
+
+def pytest_collection_modifyitems(config, items):
+    marked = config.getoption("-m") or ""
+    for item in items:
+        if item.get_closest_marker("nightly") and "nightly" not in marked:
+            item.add_marker(pytest.mark.skip(reason="nightly: run with -m nightly"))
+        if item.get_closest_marker("gpu") and not _gpu():
+            item.add_marker(pytest.mark.skip(reason="gpu: jax sees no GPU"))
+
+
+def _gpu() -> bool:
+    import jax
+
+    return any(device.platform == "gpu" for device in jax.devices())
