@@ -61,16 +61,18 @@ def inputs(batch=2, length=21):
     return jax.random.normal(jax.random.key(7), (batch, length, FEATURES))
 
 
-def run_paged(layer, x, chunks, implementation_dtype=jnp.float32):
+def run_paged(layer, x, chunks, dtype=jnp.float32):
     """The layer's output over the paged cache, fed in chunks: [B, T, F_out]."""
     batch, length, _ = x.shape
     columns = -(-length // PAGE)
-    cache = PagedKVCache.create(2 * batch * columns, KV_HEADS, HEAD_DIM, page_size=PAGE, dtype=implementation_dtype)
+    cache = PagedKVCache.create(2 * batch * columns, KV_HEADS, HEAD_DIM, page_size=PAGE, dtype=dtype)
     pages = np.random.default_rng(0).permutation(2 * batch * columns)[: batch * columns]
     table = jnp.asarray(pages.reshape(batch, columns), jnp.int32)
     outs, done = [], 0
+    sections = layer.rope is not None and layer.rope.sections is not None
     for chunk in chunks:
         rows = x[:, done : done + chunk].reshape(batch * chunk, -1)
+        positions = jnp.tile(jnp.arange(done, done + chunk, dtype=jnp.int32), batch)
         done += chunk
         out, cache = layer.paged(
             rows,
@@ -78,6 +80,7 @@ def run_paged(layer, x, chunks, implementation_dtype=jnp.float32):
             table,
             jnp.full((batch,), done, jnp.int32),
             jnp.arange(0, batch * chunk + 1, chunk, dtype=jnp.int32),
+            positions=jnp.stack([positions] * 3, -1) if sections else None,
         )
         outs.append(out.reshape(batch, chunk, -1))
     assert done == length
