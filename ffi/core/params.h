@@ -36,9 +36,9 @@ constexpr int64_t RowBytes(DType dtype, int64_t elements) {
 // A paged pool. Readers leave it alone; append and copy_pages write through the same pointers (the caches are aliased results).
 struct KvCache {
   void* key = nullptr;           // [L,N,K,P,D] kv_dtype (int4: uint8 [...,D/2])
-  void* value = nullptr;         // [L,N,K,P,Dv] kv_dtype
+  void* value = nullptr;         // [L,N,K,P,Dv] kv_dtype; null: values are the first Dv columns of the keys (MLA)
   void* key_params = nullptr;    // int8/int4: [L,N,K,P,2] E (scale, zero); fp8: [L,K] float32 scale; else null
-  void* value_params = nullptr;  // as key_params
+  void* value_params = nullptr;  // as key_params; null when value is
   DType kv_dtype = DType::kFloat32;
   DType dtype = DType::kFloat32;  // E: the type of new keys and values, and of int8/int4 parameters
   int64_t num_layers = 0;         // L
@@ -84,7 +84,7 @@ struct AppendParams {
   KvCache cache;
   Sequences seqs;
   const void* key = nullptr;    // [T,K,D] E
-  const void* value = nullptr;  // [T,K,Dv] E
+  const void* value = nullptr;  // [T,K,Dv] E; null when the cache has no value pool
   const void* key_bias = nullptr;    // [K,D] bias_dtype; may be null
   const void* value_bias = nullptr;  // [K,Dv] bias_dtype; may be null
   DType bias_dtype = DType::kFloat32;  // float32 or E

@@ -88,6 +88,7 @@ void AppendToken(const AppendParams& params, int64_t b, int64_t token, int64_t p
   MakeTurns(params.rope, b, token, position, scratch.turns.get());
   for (int s = 0; s < 2; ++s) {
     const Side& side = sides[s];
+    if (side.source == nullptr) continue;
     for (int64_t head = 0; head < cache.num_kv_heads; ++head) {
       const E* source = static_cast<const E*>(side.source) + (token * cache.num_kv_heads + head) * side.width;
       LoadWithBias(source, side.bias, head * side.width, params.bias_dtype, side.width, x);

@@ -106,6 +106,7 @@ class PagedSource final : public KeySource {
     const int64_t key_bytes = RowBytes(cache_.kv_dtype, cache_.head_dim), value_bytes = RowBytes(cache_.kv_dtype, cache_.value_dim);
     const int64_t pair_bytes = 2 * RowBytes(cache_.dtype, 1);
     const int64_t rank = CpRank(seqs_, b);
+    const bool shared = cache_.value == nullptr;
     int64_t j = begin;
     int count = 0;
     while (j < end && count < kBlockKeys) {
@@ -119,15 +120,16 @@ class PagedSource final : public KeySource {
       const int64_t row = CacheRow(cache_, page, head, slot);
       for (int64_t i = 0; i < run; ++i, ++count) {
         block->key[count] = static_cast<const char*>(cache_.key) + (row + i) * key_bytes;
-        block->value[count] = static_cast<const char*>(cache_.value) + (row + i) * value_bytes;
+        // Without a value pool, values are the first Dv columns of the keys.
+        block->value[count] = shared ? block->key[count] : static_cast<const char*>(cache_.value) + (row + i) * value_bytes;
         block->position[count] = static_cast<int32_t>((j + i) * seqs_.cp_size + rank);
         if (HasRowParams(cache_.kv_dtype)) {
           block->key_params[count] = static_cast<const char*>(cache_.key_params) + (row + i) * pair_bytes;
-          block->value_params[count] = static_cast<const char*>(cache_.value_params) + (row + i) * pair_bytes;
+          block->value_params[count] = shared ? block->key_params[count] : static_cast<const char*>(cache_.value_params) + (row + i) * pair_bytes;
         } else if (cache_.kv_dtype == DType::kFloat8E4M3) {
           const int64_t scale = seqs_.layer[b] * cache_.num_kv_heads + head;
           block->key_params[count] = static_cast<const float*>(cache_.key_params) + scale;
-          block->value_params[count] = static_cast<const float*>(cache_.value_params) + scale;
+          block->value_params[count] = shared ? block->key_params[count] : static_cast<const float*>(cache_.value_params) + scale;
         }
       }
       j += run;

@@ -348,7 +348,7 @@ static void AddValues(const TileSpec& spec, const KeyBlock& block, const Tile& t
   const int64_t used = (spec.value_dim + kLanes - 1) / kLanes * kLanes;
   bool excluded[kBlockKeys] = {};
   bool any_excluded = false;
-  const float* rows[kBlockKeys];
+  const float* rows[kBlockKeys] = {};
   for (int j = 0; j < block.count; ++j) {
     excluded[j] = partial && !AllFinite(values[j], used);
     any_excluded |= excluded[j];

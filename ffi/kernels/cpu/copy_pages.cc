@@ -15,7 +15,7 @@ struct PageCopy {
 };
 
 Status CopyArray(void* pool, int64_t page_bytes, const std::vector<PageCopy>& copies, Parallel& parallel) {
-  if (page_bytes == 0 || copies.empty()) return Status();
+  if (pool == nullptr || page_bytes == 0 || copies.empty()) return Status();
   const int64_t count = static_cast<int64_t>(copies.size());
   std::unique_ptr<char[]> staged(new (std::nothrow) char[count * page_bytes]);
   if (staged == nullptr) return Status::Error("copy_pages_cpu: no memory to stage " + std::to_string(count) + " pages");

@@ -16,9 +16,9 @@ struct Side {
   int64_t width;       // D or Dv
 };
 
-// Row `row` of [L,N,K,P] to out[width]. fp8 decodes to Out, everything else to E first.
+// The first `width` columns of row `row` of [L,N,K,P] to out; a stored row is row_width long. fp8 decodes to Out, everything else to E first.
 template <class E, class Out>
-void DecodeRow(const Side& side, DType kv_dtype, int64_t row, int64_t layer_head, Out* out) {
+void DecodeRow(const Side& side, DType kv_dtype, int64_t row_width, int64_t row, int64_t layer_head, Out* out) {
   const int64_t width = side.width;
   switch (kv_dtype) {
     case DType::kInt8:
@@ -26,18 +26,18 @@ void DecodeRow(const Side& side, DType kv_dtype, int64_t row, int64_t layer_head
       const E* pair = static_cast<const E*>(side.params) + 2 * row;
       const RowScale scale = {ToFloat(pair[0]), ToFloat(pair[1])};
       const bool packed = kv_dtype == DType::kInt4;
-      const uint8_t* codes = static_cast<const uint8_t*>(side.pool) + row * RowBytes(kv_dtype, width);
+      const uint8_t* codes = static_cast<const uint8_t*>(side.pool) + row * RowBytes(kv_dtype, row_width);
       for (int64_t d = 0; d < width; ++d) out[d] = FromFloat<Out>(DecodeCode<E>(packed ? Int4Code(codes, d) : codes[d], scale));
       break;
     }
     case DType::kFloat8E4M3: {
       const float scale = static_cast<const float*>(side.params)[layer_head];
-      const fp8_e4m3* codes = static_cast<const fp8_e4m3*>(side.pool) + row * width;
+      const fp8_e4m3* codes = static_cast<const fp8_e4m3*>(side.pool) + row * row_width;
       for (int64_t d = 0; d < width; ++d) out[d] = FromFloat<Out>(DecodeFp8<Out>(codes[d], scale));
       break;
     }
     default: {
-      const E* values = static_cast<const E*>(side.pool) + row * width;
+      const E* values = static_cast<const E*>(side.pool) + row * row_width;
       for (int64_t d = 0; d < width; ++d) out[d] = FromFloat<Out>(ToFloat(values[d]));
     }
   }
@@ -49,10 +49,12 @@ void GatherPage(const GatherParams& params, int64_t b, int64_t column) {
   const KvCache& cache = params.cache;
   const int64_t P = cache.page_size, K = cache.num_kv_heads;
   const int64_t first = column * P;
+  const bool shared = cache.value == nullptr;  // values are the first columns of the keys
   const int64_t present = Clamp(KeyLimit(params.seqs, b, P) - first, 0, P);
   const int64_t page = present > 0 ? PageAt(cache, params.seqs, b, column) : kUnmapped;
   for (const Side& side : {Side{cache.key, cache.key_params, params.key, cache.head_dim},
-                           Side{cache.value, cache.value_params, params.value, cache.value_dim}}) {
+                           shared ? Side{cache.key, cache.key_params, params.value, cache.value_dim}
+                                  : Side{cache.value, cache.value_params, params.value, cache.value_dim}}) {
     for (int64_t slot = 0; slot < P; ++slot) {
       Out* out = static_cast<Out*>(side.out) + (b * params.seqs.max_pages * P + first + slot) * K * side.width;
       if (page == kUnmapped || slot >= present) {
@@ -60,7 +62,8 @@ void GatherPage(const GatherParams& params, int64_t b, int64_t column) {
         continue;
       }
       for (int64_t head = 0; head < K; ++head) {
-        DecodeRow<E>(side, cache.kv_dtype, CacheRow(cache, page, head, slot), page / cache.num_pages * K + head, out + head * side.width);
+        DecodeRow<E>(side, cache.kv_dtype, side.pool == cache.key ? cache.head_dim : cache.value_dim, CacheRow(cache, page, head, slot),
+                     page / cache.num_pages * K + head, out + head * side.width);
       }
     }
   }

@@ -1,0 +1,31 @@
+#include "handlers/handlers.h"
+#include "handlers/paged_operands.h"
+
+namespace turboattn {
+namespace {
+
+// Append first, then attention over the cache as written; the query's prologue is part of the attention kernel's loads.
+ffi::Error PagedAttentionStep(Context context, ffi::RemainingArgs args, ffi::RemainingRets results, const StepAttributes& attributes) {
+  Operands operands("paged_attention_step", context, attributes.operands, args, results);
+  RefuseOperands(operands, {"tree_mask", "prefix_pages", "prefix_len"});
+  AppendParams append = ReadAppend(operands, attributes.kv_dtype, operands.FloatType("query"), attributes.value_dim, attributes.cp_size,
+                                   RopePart(attributes));
+  WriteCache(operands, &append.cache);
+  const ScoreParams score = ReadScore(operands, attributes.is_causal, attributes.scale, attributes.logits_soft_cap);
+  PagedAttentionParams attention = ReadPagedAttention(operands, append.cache, append.seqs, score, "T H");
+  attention.batch_invariant = attributes.batch_invariant;
+  attention.prologue.rope = append.rope;
+  attention.prologue.bias_dtype = append.bias_dtype;
+  attention.prologue.bias = operands.Optional("query_bias", "H D", {XlaType(append.bias_dtype)});
+  attention.prologue.logn = attributes.logn;
+  attention.prologue.logn_zero_based = attributes.logn_zero_based;
+  if (!operands.ok()) return operands.error();
+  const ffi::Error appended = Launch(context, AppendDesc(append), append);
+  if (appended.failure()) return appended;
+  return Launch(context, PagedDesc(attention), attention);
+}
+
+}  // namespace
+}  // namespace turboattn
+
+TURBOATTN_DEFINE_HANDLER(TurboattnPagedAttentionStep, turboattn::PagedAttentionStep, turboattn::StepAttributes);
