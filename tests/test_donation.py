@@ -9,7 +9,7 @@ import pytest
 import jax_turboattn as ta
 from jax_turboattn import backends
 
-B, H, K, D, P, N, M, L = 3, 4, 2, 16, 8, 256, 4, 3
+B, H, K, D, P, N, M, L = 3, 4, 2, 16, 8, 1024, 4, 3
 IMPLEMENTATIONS = ["xla", "cpu"]
 DTYPES = ["float32", "int8"]
 
