@@ -6,15 +6,21 @@
 #include <nanobind/stl/string.h>
 
 #include "core/registry.h"
+#include "handlers/handlers.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace turboattn {
 
 namespace nb = nanobind;
 
-// ffi_api_version() -> (major, minor) of the FFI headers of this build; kernels() -> [{name, phase, family, head_dim, value_dim, dtype,
+// registrations() -> {FFI target name: capsule}; ffi_api_version() -> (major, minor) of the FFI headers of this build; kernels() -> [{name, phase, family, head_dim, value_dim, dtype,
 // kv_dtype}], sizes of None are taken at run time.
 inline void DefineCommon(nb::module_& module) {
+  module.def("registrations", [] {
+    nb::dict registrations;
+    for (const auto& [target, handler] : Handlers()) registrations[target] = nb::capsule(handler);
+    return registrations;
+  });
   module.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
   module.def("kernels", [] {
     const auto size = [](int64_t dim) { return dim == 0 ? nb::object(nb::none()) : nb::object(nb::int_(dim)); };

@@ -21,9 +21,12 @@ turboattn_generate_sources("${_rows}" "${CMAKE_BINARY_DIR}/gen")
 
 nanobind_add_module(_cuda NB_STATIC
   ffi/module_cuda.cc
-  ffi/core/registry.cc
+  ${TURBOATTN_CORE_SOURCES}
   ffi/handlers/append_kv.cc
   ffi/handlers/gather_kv.cc
+  ffi/handlers/handlers.cc
+  ffi/handlers/operands.cc
+  ffi/handlers/paged_operands.cc
   ${CMAKE_BINARY_DIR}/gen/registry_table.cc)
 foreach(_family IN LISTS TURBOATTN_FAMILIES)
   if(TURBOATTN_SOURCES_${_family})
@@ -39,6 +42,7 @@ foreach(_family IN LISTS TURBOATTN_FAMILIES)
   endif()
 endforeach()
 target_compile_definitions(_cuda PRIVATE TURBOATTN_CUDA)
+target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra>)
 target_include_directories(_cuda PRIVATE ffi)
 target_include_directories(_cuda SYSTEM PRIVATE ${TURBOATTN_XLA_INCLUDE} ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 install(TARGETS _cuda LIBRARY DESTINATION jax_turboattn)
