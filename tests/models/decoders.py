@@ -1,11 +1,13 @@
 """The decoders that the model tests run."""
 
+import dataclasses
 import functools
 
 import pytest
 
 pytest.importorskip("flax")
 
+import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from flax import nnx  # noqa: E402
 
@@ -28,8 +30,6 @@ SMALL = DecoderConfig(
 @functools.lru_cache
 def small_decoder(implementation="xla", **changes):
     """Random, with an embedding large enough that the logits differ from token to token."""
-    import dataclasses
-
     decoder = Decoder(dataclasses.replace(SMALL, **changes), implementation=implementation, rngs=nnx.Rngs(0))
     decoder.embedding[...] = decoder.embedding[...] * 50
     return decoder
@@ -38,3 +38,13 @@ def small_decoder(implementation="xla", **changes):
 @functools.lru_cache
 def shipped_decoder(implementation="xla"):
     return weights.load(weights.shipped(), dtype=jnp.float32, implementation=implementation)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "dropout_rate"))
+def _full(graph, params, tokens, dropout_rate, dropout_key):
+    return nnx.merge(graph, params)(tokens, dropout_rate=dropout_rate, dropout_key=dropout_key)
+
+
+def full(decoder, tokens, dropout_rate=0.0, dropout_key=None):
+    """`decoder(tokens)`, compiled once for decoders that are alike."""
+    return _full(*nnx.split(decoder), tokens, dropout_rate, dropout_key)

@@ -10,7 +10,7 @@ import pytest
 from jax_turboattn import PagedKVCache
 from jax_turboattn.models.decoder import Decoder, DecoderConfig, step
 
-from decoders import SMALL, small_decoder
+from decoders import SMALL, full, small_decoder
 
 nnx = pytest.importorskip("flax.nnx")
 
@@ -62,7 +62,7 @@ MIXED = [[5, 0, 9], [1, 8, 1], [1, 1, 3], [9, 7, 3]]  # totals 16, chunks and de
 def test_paged_equals_full(implementation, changes):
     decoder = small_decoder(implementation, **changes)
     tokens = tokens_of(3, 16)
-    expected = decoder(tokens)[:, -1]
+    expected = full(decoder, tokens)[:, -1]
     np.testing.assert_allclose(run_plan(decoder, tokens, MIXED), expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(run_plan(decoder, tokens, [[16, 16, 16]]), expected, rtol=1e-4, atol=1e-4)
 
@@ -71,17 +71,17 @@ def test_logits_depend_on_earlier_tokens_only():
     decoder = small_decoder()
     tokens = tokens_of(2, 16)
     changed = tokens.at[:, 10:].set(0)
-    np.testing.assert_array_equal(decoder(tokens)[:, :10], decoder(changed)[:, :10])
-    assert jnp.abs(decoder(tokens)[:, 10:] - decoder(changed)[:, 10:]).max() > 0.1
+    np.testing.assert_array_equal(full(decoder, tokens)[:, :10], full(decoder, changed)[:, :10])
+    assert jnp.abs(full(decoder, tokens)[:, 10:] - full(decoder, changed)[:, 10:]).max() > 0.1
 
 
 def test_dropout_only_when_asked_for():
     decoder = small_decoder()
     tokens = tokens_of(2, 16)
-    dropped = [decoder(tokens, dropout_rate=0.5, dropout_key=jax.random.key(i)) for i in (0, 0, 1)]
+    dropped = [full(decoder, tokens, dropout_rate=0.5, dropout_key=jax.random.key(i)) for i in (0, 0, 1)]
     np.testing.assert_array_equal(dropped[0], dropped[1])
     assert jnp.abs(dropped[0] - dropped[2]).max() > 0.1
-    assert jnp.abs(dropped[0] - decoder(tokens)).max() > 0.1
+    assert jnp.abs(dropped[0] - full(decoder, tokens)).max() > 0.1
 
 
 @pytest.mark.parametrize("implementation", ["xla", "cpu"])

@@ -11,7 +11,7 @@ import pytest
 from jax_turboattn.models import weights
 from jax_turboattn.models.decoder import Decoder
 
-from decoders import SMALL, small_decoder
+from decoders import SMALL, full, small_decoder
 
 nnx = pytest.importorskip("flax.nnx")
 
@@ -24,11 +24,11 @@ def test_round_trip(tmp_path, changes):
     weights.save(tmp_path / "w.safetensors", decoder, jnp.float32)
     again = weights.load(tmp_path / "w.safetensors", implementation="xla")
     assert again.config == decoder.config
-    np.testing.assert_array_equal(again(TOKENS), decoder(TOKENS))
+    np.testing.assert_array_equal(full(again, TOKENS), full(decoder, TOKENS))
     weights.save(tmp_path / "w.safetensors", decoder)
     again = weights.load(tmp_path / "w.safetensors", implementation="xla")
     assert again.dtype == jnp.bfloat16
-    np.testing.assert_allclose(again(TOKENS), decoder(TOKENS), atol=0.2)
+    np.testing.assert_allclose(full(again, TOKENS), full(decoder, TOKENS), atol=0.2)
 
 
 def test_the_safetensors_package_reads_our_files_and_we_read_its(tmp_path):
@@ -41,7 +41,7 @@ def test_the_safetensors_package_reads_our_files_and_we_read_its(tmp_path):
     for name, array in arrays.items():
         np.testing.assert_array_equal(array, ours[name])
     numpy_format.save_file(arrays, tmp_path / "theirs.safetensors", metadata)
-    np.testing.assert_array_equal(weights.load(tmp_path / "theirs.safetensors")(TOKENS), decoder(TOKENS))
+    np.testing.assert_array_equal(full(weights.load(tmp_path / "theirs.safetensors"), TOKENS), full(decoder, TOKENS))
 
 
 def hugging_face_files(decoder, directory, head=True):
@@ -95,7 +95,7 @@ def test_hugging_face_names(tmp_path, changes):
     hugging_face_files(decoder, tmp_path)
     again = weights.load_hf(tmp_path, implementation="xla")
     assert again.config == decoder.config
-    np.testing.assert_allclose(again(TOKENS), decoder(TOKENS), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(full(again, TOKENS), full(decoder, TOKENS), rtol=1e-6, atol=1e-6)
 
 
 def test_hugging_face_files_that_do_not_fit(tmp_path):
@@ -169,6 +169,6 @@ def test_shipped_model_knows_python():
     decoder = weights.load(weights.shipped(), implementation="xla")
     text = b"def word_lengths(names):\n    result = {}\n    for name in names:\n        result[name] = len(name)\n"
     tokens = jnp.asarray(np.frombuffer(text, np.uint8))[None]
-    logp = jax.nn.log_softmax(decoder(tokens[:, :-1]))
+    logp = jax.nn.log_softmax(full(decoder, tokens[:, :-1]))
     bits = -jnp.take_along_axis(logp, tokens[:, 1:, None].astype(jnp.int32), -1).mean() / jnp.log(2)
     assert bits < 2.5
