@@ -107,25 +107,48 @@ def check(case: cases.Case, call: cases.Call, result: Any, implementation: str) 
         want, stored = reference(**call.semantic, stored=written)
         check_cache(what, call, written, stored)
         base, _ = reference(**call.semantic, stored=written, baseline=True)
-        check_out(what, case, out, lse, want, base)
+        check_out(what, case, out, lse, want, base, step_slack(call, written))
     elif case.spec.op == "append_kv":
         check_cache(what, call, result, reference(**call.semantic))
     elif case.spec.op == "copy_pages":
-        for name, got, want in zip("abcd", leaves(result), leaves(reference(**call.semantic)), strict=True):
-            tolerances.same_bytes(f"{what}: array {name}", got, want)
+        for i, (got, want) in enumerate(zip(leaves(result), leaves(reference(**call.semantic)), strict=True)):
+            tolerances.same_bytes(f"{what}: array {i}", got, want)
     else:
         for name, got, want in zip(("key", "value"), result, reference(**call.semantic), strict=True):
             tolerances.same_values(f"{what}: {name}", got, want)
 
 
-def check_out(what: str, case: cases.Case, out: Any, lse: Any, want: golden.Result, base: golden.Result) -> None:
+def check_out(
+    what: str, case: cases.Case, out: Any, lse: Any, want: golden.Result, base: golden.Result, slack: Any = 0.0
+) -> None:
     expected = dict(case.spec.hints).get("out_dtype", case.spec.dtype)
     assert out.dtype == cases.DTYPES[expected] and lse.dtype == np.float32
-    tolerances.check_attention(what, out, lse, want, base)
+    tolerances.check_attention(what, out, lse, want, base, slack)
     if case.values.data == "ones" and "sinks" not in case.spec.arrays and not case.spec.kv_dtype:
         seen = want.keys > 0
-        ulp = tolerances.ulp(np.ones(()), out.dtype)
-        tolerances.within(f"{what}: V = 1", out[seen], np.ones_like(want.out[seen]), ulp)
+        # The logits cancel in sum(p) / sum(p): what is left is one ulp and the float32 floor of the two sums.
+        limit = tolerances.ulp(np.ones(()), out.dtype) + tolerances.float32_floor(want.keys[seen], np.zeros(()))
+        tolerances.within(f"{what}: V = 1", out[seen], np.ones_like(want.out[seen]), limit[:, None, None])
+
+
+def step_slack(call: cases.Call, written: golden.Cache) -> Any:
+    """What the queries' own rounding may move the logits by: nothing without RoPE and logn, nothing in float32."""
+    arguments = call.semantic
+    query = arguments["query"]
+    if query.dtype == np.float32 or not (arguments.get("rope") or arguments.get("logn")):
+        return 0.0
+    names = ("query_bias", "rope", "rope_base", "positions", "logn", "logn_zero_based")
+    start = int(arguments["shared_prefix"][1]) if "shared_prefix" in arguments else 0
+    turning = {n: arguments[n] for n in names if n in arguments}
+    place = (query, arguments["kv_lens"], arguments["q_offsets"])
+    exact = golden.prologue_queries(*place, **turning, start=start, rounded=False)
+    pages = np.arange(written.key.shape[-4])
+    layers = range(written.key.shape[0]) if written.key.ndim == 5 else (None,)
+    keys = [golden.decode(written, layer, pages, query.dtype)[0].astype(np.float64) for layer in layers]
+    scale = arguments.get("scale") or query.shape[-1] ** -0.5
+    return tolerances.query_slack(
+        exact, query.dtype, max(np.abs(k[np.isfinite(k)]).max(initial=0) for k in keys), scale
+    )
 
 
 def check_cache(what: str, call: cases.Call, got: golden.Cache, want: golden.Cache) -> None:
@@ -389,7 +412,10 @@ class Conformance:
 
 
 def jax_nn_cases() -> list[cases.Case]:
-    """Dense cases that jax.nn.dot_product_attention can express: T == S, its arguments only."""
+    """Dense cases that jax.nn.dot_product_attention can express: T == S, its arguments only.
+
+    Not float16, which it refuses on the CPU (jax 0.10.2: "precision F16_F16_F32 is not supported by dot_general").
+    """
     arrays = {"query_seq_lengths", "key_value_seq_lengths"}
     static = {"is_causal", "scale", "local_window_size"}
     chosen = []
@@ -398,9 +424,9 @@ def jax_nn_cases() -> list[cases.Case]:
         plain = all(a in arrays or a.split("_")[0] in ("bias", "mask") for a in spec.arrays)
         sides = dict(spec.static).get("local_window_size", 0)
         bounded = not isinstance(sides, tuple) or all(side is not None and side >= 0 for side in sides)
-        equal_dims = spec.value_dim in (None, spec.dim)
-        if spec.op == "attention" and spec.T == spec.S and spec.B and plain and bounded and equal_dims:
-            if set(dict(spec.static)) <= static and case.values.lens != "wild":
+        same_shapes = spec.T == spec.S and spec.B and spec.value_dim in (None, spec.dim) and spec.dtype != "float16"
+        if spec.op == "attention" and same_shapes and plain and bounded and set(dict(spec.static)) <= static:
+            if case.values.lens != "wild":
                 chosen.append(case)
     return chosen
 
@@ -409,11 +435,9 @@ def check_jax_nn(case: cases.Case) -> None:
     """jax.nn's result, from the same arguments, is within the budget of our golden wherever a row sees a key."""
     call = cases.build(case)
     clean = {n: np.nan_to_num(x) if n in ("query", "key", "value") else x for n, x in call.arrays.items()}
-    with jax.default_matmul_precision("float32"):
-        out = jax.jit(lambda arrays: jax.nn.dot_product_attention(**arrays, **call.static))(
-            {n: to_jax(x) for n, x in clean.items()}
-        )
+    theirs = jax.jit(lambda arrays: jax.nn.dot_product_attention(**arrays, **call.static))
+    out = theirs({n: to_jax(x) for n, x in clean.items()})
     want = golden.attention(**call.semantic)
     base = golden.attention(**call.semantic, baseline=True)
-    seen = (want.keys > 0)[..., None, None]
+    seen = np.isfinite(want.lse)[..., None]
     tolerances.check_attention(f"{case.name} [jax.nn]", np.where(seen, np.asarray(out), 0), None, want, base)

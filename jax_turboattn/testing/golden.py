@@ -301,8 +301,10 @@ def _layer(cache: Cache, layer: Any) -> Cache | None:
     )
 
 
-def _decode(cache: Cache | None, pages: Array, dtype: Any) -> tuple[Array, Array]:
-    """Keys and values of whole pages of a one-layer cache, rounded to dtype: [n, K, P, D], [n, K, P, Dv]."""
+def decode(cache: Cache, layer: Any, pages: Array, dtype: Any) -> tuple[Array, Array]:
+    """Keys and values of whole pages of an existing layer, rounded to dtype: [n, K, P, D], [n, K, P, Dv]."""
+    whole = _layer(cache, layer)
+    assert whole is not None
 
     def one(data: Array, params: Array | None) -> Array:
         if params is None:
@@ -311,11 +313,10 @@ def _decode(cache: Cache | None, pages: Array, dtype: Any) -> tuple[Array, Array
             return codecs.decode_fp8(data[pages], params[:, None, None], dtype)
         return codecs.decode_int(data[pages], params[pages], cache.dtype)
 
-    assert cache is not None
-    key = one(cache.key, cache.key_params)
-    if cache.value is None:
+    key = one(whole.key, whole.key_params)
+    if whole.value is None:
         return key, key[..., : cache.value_dim]
-    return key, one(cache.value, cache.value_params)
+    return key, one(whole.value, whole.value_params)
 
 
 def _read(
@@ -330,7 +331,7 @@ def _read(
     mapped = (table >= 0) & (table < num_pages) & (one is not None)
     columns = np.flatnonzero(mapped)
     s = ((columns[:, None] * page_size + np.arange(page_size)) * cp_size + int(cp_rank)).reshape(-1)
-    k, v = _decode(one or _layer(cache, 0), table[columns], dtype)
+    k, v = decode(cache, 0 if one is None else layer, table[columns], dtype)
     inside = s < min(max(kv_len, 0), len(table) * page_size * cp_size)
     k, v = (x.transpose(0, 2, 1, 3).reshape(len(s), kv_heads, x.shape[-1])[inside] for x in (k, v))
     return s[inside], k, v
@@ -502,9 +503,16 @@ def _logn(position: Any, m: int, zero_based: bool) -> float:
 
 
 def _prologue(
-    x: Array, bias: Array | None, rope: Any, position: Any, base: float | None, factor: float, baseline: bool
+    x: Array,
+    bias: Array | None,
+    rope: Any = None,
+    position: Any = 0,
+    base: float | None = None,
+    factor: float = 1.0,
+    baseline: bool = False,
+    rounded: bool = True,
 ) -> Array:
-    """One token's heads [heads, D] of dtype E through bias, RoPE and a factor, rounded once to E."""
+    """One token's heads [heads, D] of dtype E through bias, RoPE and a factor, rounded once to E (or not at all)."""
     y = x.astype(np.float32)
     if bias is not None:
         y = y + bias.astype(np.float32)
@@ -512,7 +520,7 @@ def _prologue(
         y = rotate(y, rope, position, base, baseline)
     if factor != 1.0:
         y = y * (np.float32(factor) if baseline else factor)
-    return y.astype(x.dtype)
+    return y.astype(x.dtype) if rounded else y.astype(np.float64)
 
 
 def append_kv(
@@ -556,18 +564,12 @@ def append_kv(
                 continue
             position = start + p if positions is None else positions[lo + i]
             base = None if rope_base is None else float(rope_base[b])
-            new_key = _prologue(key[lo + i], key_bias, rope, position, base, 1.0, False)
+            new_key = _prologue(key[lo + i], key_bias, rope, position, base)
             _store(one.key, one.key_params, cache.dtype, page, slot, new_key)
             if value is not None:
                 assert one.value is not None
-                _store(
-                    one.value,
-                    one.value_params,
-                    cache.dtype,
-                    page,
-                    slot,
-                    _prologue(value[lo + i], value_bias, None, 0, None, 1.0, False),
-                )
+                new_value = _prologue(value[lo + i], value_bias)
+                _store(one.value, one.value_params, cache.dtype, page, slot, new_value)
     return written
 
 
@@ -594,15 +596,19 @@ def prologue_queries(
     logn_zero_based: bool = False,
     start: int = 0,
     baseline: bool = False,
+    rounded: bool = True,
 ) -> Array:
-    """The queries [T, H, D] that the attention of a fused step sees. Rows of no sequence are left as they are."""
-    turned = query.copy()
+    """The queries [T, H, D] that the attention of a fused step sees. Rows of no sequence are left as they are.
+
+    rounded=False: float64, before the one rounding to E.
+    """
+    turned = query.copy() if rounded else query.astype(np.float64)
     for b, (lo, hi) in enumerate(_ranges(q_offsets, query.shape[0])):
         for i in range(hi - lo):
             position = start + int(kv_lens[b]) - (hi - lo) + i if positions is None else positions[lo + i]
             factor = 1.0 if logn is None else _logn(position, logn, logn_zero_based)
             base = None if rope_base is None else float(rope_base[b])
-            turned[lo + i] = _prologue(query[lo + i], query_bias, rope, position, base, factor, baseline)
+            turned[lo + i] = _prologue(query[lo + i], query_bias, rope, position, base, factor, baseline, rounded)
     return turned
 
 
