@@ -58,7 +58,9 @@ def python_violations(root: pathlib.Path) -> list[str]:
                 if part in LEVEL and other in LEVEL and LEVEL[other] > LEVEL[part]:
                     found.append(f"{where}: {part} imports {name}, a layer above")
                 if part == "testing" and other not in ("testing", ""):
-                    found.append(f"{where}: testing imports {name}")
+                    # The golden and the codecs are a second writing of the contract; cases may name the static configurations.
+                    if module[-1] in ("golden", "codecs") or LEVEL.get(other) != 0:
+                        found.append(f"{where}: testing imports {name}")
             if part == "testing" and target[0] in ("jax", "jaxlib", "flax"):
                 found.append(f"{where}: testing imports {name}")
             if target[0] == "flax" and part not in ("nn", "models"):
@@ -106,6 +108,7 @@ def test_cpp_layers():
         ("backends/xla.py", "import jax_turboattn._cuda", "only backends/ffi.py"),
         ("testing/golden.py", "import jax.numpy as jnp", "testing imports jax.numpy"),
         ("testing/golden.py", "from ..quant import encode", "testing imports jax_turboattn.quant"),
+        ("testing/cases.py", "from .. import api", "testing imports jax_turboattn.api"),
         ("api.py", "import flax", "flax outside nn and models"),
     ],
 )
@@ -136,10 +139,16 @@ def test_broken_cpp_is_found(tmp_path, path, include, complaint):
 
 
 @pytest.mark.parametrize(
-    "line", ["from ..spec import AttnSpec", "import numpy", "from . import ffi", "from .. import checks"]
+    "path, line",
+    [
+        ("backends/xla.py", "from ..spec import AttnSpec"),
+        ("backends/xla.py", "import numpy"),
+        ("backends/ffi.py", "from .. import _cpu, checks"),
+        ("testing/cases.py", "from ..rope import RopeConfig"),
+    ],
 )
-def test_sound_python_passes(tmp_path, line):
-    file = tmp_path / "jax_turboattn" / "backends" / "xla.py"
+def test_sound_python_passes(tmp_path, path, line):
+    file = tmp_path / "jax_turboattn" / path
     file.parent.mkdir(parents=True)
     file.write_text(line)
     assert not python_violations(tmp_path)
