@@ -358,17 +358,9 @@ def _require_offsets(function: str, name: str, dims: checks.Dims) -> None:
 # --- paged attention -----------------------------------------------------------------------------------------------
 
 
-def _stacked(cache: PagedKVCache) -> dict[str, jax.Array]:
-    """The cache's arrays by operand name, with a layer axis: [N, K, P, D] is a stack of one."""
-    if cache.stacked:
-        return dict(cache.arrays)
-    return {name: x.reshape(1, *x.shape) for name, x in cache.arrays.items()}
-
-
 def _with_arrays(cache: PagedKVCache, written: dict[str, jax.Array]) -> PagedKVCache:
     fields = dict(key_cache="key", value_cache="value", key_params="key_params", value_params="value_params")
-    shaped = {fields[n]: x if cache.stacked else x.reshape(x.shape[1:]) for n, x in written.items()}
-    return dataclasses.replace(cache, **shaped)
+    return dataclasses.replace(cache, **{fields[n]: x for n, x in written.items()})
 
 
 def _int32_scalar(function: str, name: str, x: Any) -> jax.Array:
@@ -446,6 +438,7 @@ def _paged_spec(function, op, operands, dims, cache, dtype, *, scale, is_causal,
         value_dim=cache.value_dim,
         kv_dtype=cache.dtype,
         page_size=cache.page_size,
+        stacked=cache.stacked,
         shared_value=cache.shared_value,
         **statics,
         **fields,
@@ -499,7 +492,7 @@ def _paged_call(
     operands = _present(
         dict(
             query=query,
-            **_stacked(cache),
+            **cache.arrays,
             layer=_layer(name, layer, B),
             page_table=page_table,
             kv_lens=kv_lens,
@@ -827,7 +820,7 @@ def append_kv(
     )
     operands = _present(
         dict(
-            **_stacked(cache),
+            **cache.arrays,
             key=parts.pop("key"),
             value=parts.pop("value"),
             layer=_layer(name, layer, B),
@@ -846,6 +839,7 @@ def append_kv(
         head_dim=dims["D"],
         value_dim=cache.value_dim,
         page_size=cache.page_size,
+        stacked=cache.stacked,
         shared_value=cache.shared_value,
         cp_size=cp_size,
         rope=rope,
@@ -932,7 +926,7 @@ def paged_attention_step(
     )
     operands = _present(
         dict(
-            **_stacked(cache),
+            **cache.arrays,
             query=query,
             key=parts.pop("key"),
             value=parts.pop("value"),
@@ -978,6 +972,7 @@ def paged_attention_step(
         head_dim=dims["D"],
         value_dim=cache.value_dim,
         page_size=cache.page_size,
+        stacked=cache.stacked,
         shared_value=cache.shared_value,
         cp_size=cp_size,
         rope=rope,
@@ -1027,7 +1022,7 @@ def gather_kv(
     dims = checks.Dims(name)
     page_table, kv_lens, _ = _tables(dims, page_table, kv_lens)
     operands = dict(
-        **_stacked(cache), layer=_layer(name, layer, dims["B"]), page_table=page_table, kv_lens=kv_lens
+        **cache.arrays, layer=_layer(name, layer, dims["B"]), page_table=page_table, kv_lens=kv_lens
     )
     spec = GatherSpec(
         operands=tuple(operands),
@@ -1037,6 +1032,7 @@ def gather_kv(
         head_dim=cache.head_dim,
         value_dim=cache.value_dim,
         page_size=cache.page_size,
+        stacked=cache.stacked,
         shared_value=cache.shared_value,
         implementation=_implementation(name, implementation),
     )
@@ -1068,7 +1064,7 @@ def copy_pages(cache: PagedKVCache, source: jax.Array, destination: jax.Array, *
         count = cache.num_layers
         layers = jnp.repeat(jnp.arange(count, dtype=jnp.int32), dims["n"])
         source, destination = jnp.tile(source, count), jnp.tile(destination, count)
-    arrays = _stacked(cache)
+    arrays = cache.arrays
     if cache.dtype == "float8_e4m3fn":  # one scale a head: no page owns it
         arrays = {n: x for n, x in arrays.items() if n.endswith("_cache")}
     operands = dict(**arrays, layer=layers, source=source, destination=destination)
@@ -1077,6 +1073,7 @@ def copy_pages(cache: PagedKVCache, source: jax.Array, destination: jax.Array, *
         caches=tuple(arrays),
         kv_dtype=cache.dtype,
         num_kv_heads=cache.num_kv_heads,
+        stacked=cache.stacked,
         implementation=_implementation(name, None),
     )
     written = _bind(name, primitives.copy_pages_p, spec, operands)

@@ -34,6 +34,7 @@ class AttnSpec:
     logits_soft_cap: float | None = None
     kv_dtype: str | None = None  # paged only, a key of KV_DTYPES
     page_size: int | None = None  # paged only, tokens
+    stacked: bool = False  # the cache has a layer axis
     shared_value: bool = False  # MLA: V is the first value_dim columns of K
     cp_size: int = 1
     batch_invariant: bool = False
@@ -57,6 +58,7 @@ class AppendSpec:
     head_dim: int
     value_dim: int
     page_size: int
+    stacked: bool = False
     shared_value: bool = False
     cp_size: int = 1
     rope: RopeConfig | None = None
@@ -79,6 +81,10 @@ class StepSpec:
     def implementation(self) -> str | None:
         return self.attn.implementation
 
+    @property
+    def stacked(self) -> bool:
+        return self.attn.stacked
+
 
 @dataclasses.dataclass(frozen=True)
 class GatherSpec:
@@ -91,6 +97,7 @@ class GatherSpec:
     head_dim: int
     value_dim: int
     page_size: int
+    stacked: bool = False
     shared_value: bool = False
     implementation: str | None = None
     op: str = "gather_kv"
@@ -104,6 +111,7 @@ class CopySpec:
     caches: tuple[str, ...]
     kv_dtype: str
     num_kv_heads: int
+    stacked: bool = False
     implementation: str | None = None
     op: str = "copy_pages"
 
@@ -133,3 +141,10 @@ def written_caches(spec: AppendSpec | StepSpec | CopySpec) -> tuple[str, ...]:
     if append.kv_dtype in INTEGER_KV_DTYPES:  # fp8 scales are the caller's: read, never written
         names += ("key_params",) if append.shared_value else ("key_params", "value_params")
     return names
+
+
+def on_stacked_cache(spec: Spec) -> Spec:
+    """The same call on a cache with a layer axis."""
+    if isinstance(spec, StepSpec):
+        return dataclasses.replace(spec, attn=on_stacked_cache(spec.attn), append=on_stacked_cache(spec.append))
+    return dataclasses.replace(spec, stacked=True)

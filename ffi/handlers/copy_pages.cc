@@ -11,10 +11,10 @@ ffi::Error CopyPages(Context context, ffi::RemainingArgs args, ffi::RemainingRet
   const std::initializer_list<ffi::DataType> floats = {ffi::F32, ffi::BF16, ffi::F16};
   CopyPagesParams params;
   KvCache& cache = params.cache;
-  operands.Required("key_cache", "L N K P d", stored);
-  operands.Optional("value_cache", "L N K P e", stored);
-  operands.Optional("key_params", "L N K P 2", floats);
-  operands.Optional("value_params", "L N K P 2", floats);
+  operands.Required("key_cache", "L? N K P d", stored);
+  operands.Optional("value_cache", "L? N K P e", stored);
+  operands.Optional("key_params", "L? N K P 2", floats);
+  operands.Optional("value_params", "L? N K P 2", floats);
   params.layer = operands.Ints("layer", "n");
   params.source = operands.Ints("source", "n");
   params.destination = operands.Ints("destination", "n");

@@ -102,7 +102,14 @@ void* Operands::Check(const std::string& label, const ffi::AnyBuffer& buffer, co
   const auto dims = buffer.dimensions();
   bool fits = true;
   std::ostringstream expected;
+  const size_t all_axes = static_cast<size_t>(std::count(axes, axes + std::strlen(axes), ' ')) + 1;
   for (; words >> axis; ++rank) {
+    if (axis.back() == '?' && dims.size() < all_axes) {
+      fits = fits && (size(axis[0]) < 0 || size(axis[0]) == 1);
+      sizes_[static_cast<unsigned char>(axis[0]) % kAxes] = 1;
+      --rank;
+      continue;
+    }
     const bool is_number = axis[0] >= '0' && axis[0] <= '9';
     const int64_t wanted = is_number ? std::stoll(axis) : size(axis[0]);
     if (wanted < 0 && rank < dims.size()) sizes_[static_cast<unsigned char>(axis[0]) % kAxes] = dims[rank];

@@ -16,7 +16,8 @@
 
 namespace turboattn {
 
-// Axes are written "B T H D": the first buffer that has a letter sets its size, later ones must agree; a number is that size.
+// Axes are written "B T H D": the first buffer that has a letter sets its size, later ones must agree; a number is that size; "L?" may be
+// absent, which is a size of 1.
 // The first thing that does not fit is kept as the error; everything after it returns null or 0, and the handler asks error() once, at the end.
 class Operands {
  public:

@@ -12,14 +12,14 @@ KvCache ReadCache(Operands& operands, std::string_view kv_dtype, DType dtype, in
   cache.dtype = dtype;
   const ffi::DataType stored = XlaType(cache.kv_dtype);
   const bool shared_value = !operands.has("value_cache");
-  cache.key = operands.Required("key_cache", "L N K P d", {stored});
-  cache.value = operands.Optional("value_cache", "L N K P e", {stored});
+  cache.key = operands.Required("key_cache", "L? N K P d", {stored});
+  cache.value = operands.Optional("value_cache", "L? N K P e", {stored});
   if (HasRowParams(cache.kv_dtype)) {
-    cache.key_params = operands.Required("key_params", "L N K P 2", {XlaType(dtype)});
-    if (!shared_value) cache.value_params = operands.Required("value_params", "L N K P 2", {XlaType(dtype)});
+    cache.key_params = operands.Required("key_params", "L? N K P 2", {XlaType(dtype)});
+    if (!shared_value) cache.value_params = operands.Required("value_params", "L? N K P 2", {XlaType(dtype)});
   } else if (IsQuantised(cache.kv_dtype)) {
-    cache.key_params = operands.Required("key_params", "L K", {ffi::F32});
-    if (!shared_value) cache.value_params = operands.Required("value_params", "L K", {ffi::F32});
+    cache.key_params = operands.Required("key_params", "L? K", {ffi::F32});
+    if (!shared_value) cache.value_params = operands.Required("value_params", "L? K", {ffi::F32});
   }
   const int64_t packing = cache.kv_dtype == DType::kInt4 ? 2 : 1;
   cache.num_layers = operands.size('L');

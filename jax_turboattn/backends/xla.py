@@ -29,10 +29,12 @@ from ..spec import (
     MergeSpec,
     Spec,
     StepSpec,
+    on_stacked_cache,
     written_caches,
 )
 
 Named = dict[str, Any]  # operands by name
+_CACHES = ("key_cache", "value_cache", "key_params", "value_params")
 
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 # Packed queries are attended to in chunks of rows of one sequence. A hint below the cap is the chunk itself; without a
@@ -53,7 +55,13 @@ def supports(spec: Spec) -> str | None:
 
 def run(spec: Spec, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """The results of the primitive `spec.op`, in the order of its table of results."""
-    return _OPERATIONS[spec.op](spec, dict(zip(spec.operands, operands, strict=True)))
+    named = dict(zip(spec.operands, operands, strict=True))
+    if not getattr(spec, "stacked", True):  # one layer: a leading axis of 1 is free here
+        named = {name: x[None] if name in _CACHES else x for name, x in named.items()}
+        results = _OPERATIONS[spec.op](on_stacked_cache(spec), named)
+        written = len(written_caches(spec)) if isinstance(spec, AppendSpec | StepSpec | CopySpec) else 0
+        return tuple(x[0] if i < written else x for i, x in enumerate(results))
+    return _OPERATIONS[spec.op](spec, named)
 
 
 # --- positions -----------------------------------------------------------------------------------------------------
@@ -359,12 +367,14 @@ def _product(code: jax.Array, scale: jax.Array) -> jax.Array:
     """code * scale rounded to float32 before anything is added to it; code below 2^8.
 
     The CPU backend contracts `a * b + c` into one rounding. Split in two, each product is exact, and the one rounding
-    left is that of their sum.
+    left is that of their sum. Small scales are lifted first, or their lower part would be flushed as a denormal.
     """
-    bits = lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFFFFF000)
+    small = scale < 2.0**-64
+    lifted = scale * jnp.where(small, 2.0**64, 1.0)
+    bits = lax.bitcast_convert_type(lifted, jnp.uint32) & jnp.uint32(0xFFFFF000)
     high = lax.bitcast_convert_type(bits, jnp.float32)
-    low = jnp.where(jnp.isfinite(scale), scale - high, 0.0)
-    return code * high + code * low
+    low = jnp.where(jnp.isfinite(scale), lifted - high, 0.0)
+    return (code * high + code * low) * jnp.where(small, 2.0**-64, 1.0)
 
 
 def decode(data: jax.Array, params: jax.Array | None, kv_dtype: str, dtype: Any) -> jax.Array:

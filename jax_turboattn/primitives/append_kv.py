@@ -8,7 +8,7 @@ from .paged import PACKED, cache_axes, sequence_axes
 
 def _axes(spec):
     return dict(
-        cache_axes(spec.kv_dtype),
+        cache_axes(spec.kv_dtype, spec.stacked),
         **sequence_axes(PACKED),
         key="t k d",
         value="t k e",

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import backends
 from ..backends import ffi, xla
-from ..spec import AttnSpec, MergeSpec, Spec, StepSpec, written_caches
+from ..spec import AttnSpec, MergeSpec, Spec, StepSpec, on_stacked_cache, written_caches
 
 Named = dict[str, Any]
 
@@ -131,7 +131,7 @@ def _sharding(avals, tokens, axes: list[str]):
 
 
 def _lower_inner(platform, ctx, *operands, spec):
-    name = backends.select(spec, platform or "other")
+    name = backends.select(spec, platform or "another platform")
     if name == "xla":
         run = functools.partial(xla.run, spec)
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
@@ -235,13 +235,15 @@ def _batch(definition: Definition, primitive: Primitive, args, dims, *, spec):
     present = [name for name in _CACHES if name in mapped]
     writes = bool(present) and not isinstance(spec, (AttnSpec,)) and spec.op != "gather_kv"
     fold_caches = writes or any(mapped[name][1] is not None for name in present)
-    layers = _unmapped_shape(*mapped[present[0]])[0] if present else 0
+    layers = _unmapped_shape(*mapped[present[0]])[0] if present and spec.stacked else 1
 
     def fold(name):
         if name in _SHARED or (name in _CACHES and not fold_caches):
             return mapped[name][0]
         x = spread(name)
         example = jnp.arange(count, dtype=jnp.int32)
+        if name in _CACHES and not spec.stacked:
+            return x  # [V, N, ...]: each example's cache is a layer
         if name == "layer" and fold_caches:  # example v's layer l is layer v * L + l of the folded cache
             valid = (x >= 0) & (x < layers)
             x = jnp.where(valid, x + layers * example[:, None], -1)
@@ -259,8 +261,14 @@ def _batch(definition: Definition, primitive: Primitive, args, dims, *, spec):
             return x.reshape(x.shape[0], count * x.shape[2], *x.shape[3:])
         return x.reshape(count * x.shape[1], *x.shape[2:])
 
-    outs = primitive.bind(*(fold(name) for name in spec.operands), spec=spec)
-    return [o.reshape(count, o.shape[0] // count, *o.shape[1:]) for o in outs], [0] * len(outs)
+    outs = primitive.bind(
+        *(fold(name) for name in spec.operands), spec=on_stacked_cache(spec) if fold_caches else spec
+    )
+    layered = len(written_caches(spec)) if writes and not spec.stacked else 0  # these are [V, N, ...] already
+    unfolded = [
+        o if i < layered else o.reshape(count, o.shape[0] // count, *o.shape[1:]) for i, o in enumerate(outs)
+    ]
+    return unfolded, [0] * len(outs)
 
 
 def _unmapped_shape(array, dim) -> Sequence[int]:

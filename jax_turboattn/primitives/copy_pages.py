@@ -7,7 +7,7 @@ from .paged import cache_axes
 
 
 def _axes(spec):
-    return dict(cache_axes(spec.kv_dtype), layer="n", source="n", destination="n")
+    return dict(cache_axes(spec.kv_dtype, spec.stacked), layer="n", source="n", destination="n")
 
 
 copy_pages_p = define(

@@ -7,12 +7,12 @@ from .paged import UNIFORM, cache_axes, sequence_axes
 
 
 def _axes(spec):
-    return dict(cache_axes(spec.kv_dtype), **sequence_axes(UNIFORM))
+    return dict(cache_axes(spec.kv_dtype, spec.stacked), **sequence_axes(UNIFORM))
 
 
 def _results(spec, named):
     B, M = named["page_table"].shape
-    tokens, heads = M * spec.page_size, named["key_cache"].shape[2]
+    tokens, heads = M * spec.page_size, named["key_cache"].shape[-3]
     return [
         ((B, tokens, heads, spec.head_dim), spec.out_dtype),
         ((B, tokens, heads, spec.value_dim), spec.out_dtype),

@@ -6,12 +6,11 @@ from __future__ import annotations
 PACKED, UNIFORM = "n", "b"
 
 
-def cache_axes(kv_dtype: str) -> dict[str, str]:
+def cache_axes(kv_dtype: str, stacked: bool) -> dict[str, str]:
     """The pool. fp8 has one scale a head, int8 and int4 one (scale, zero) a token and head."""
-    params = "l k" if kv_dtype == "float8_e4m3fn" else "l pages k slot two"
-    return dict(
-        key_cache="l pages k slot d1", value_cache="l pages k slot e1", key_params=params, value_params=params
-    )
+    params = "k" if kv_dtype == "float8_e4m3fn" else "pages k slot two"
+    axes = dict(key_cache="pages k slot d1", value_cache="pages k slot e1", key_params=params, value_params=params)
+    return {name: f"l {rest}" for name, rest in axes.items()} if stacked else axes
 
 
 def sequence_axes(sequences: str) -> dict[str, str]:

@@ -12,7 +12,7 @@ def _rows(spec):
 
 def _axes(spec):
     return dict(
-        cache_axes(spec.kv_dtype),
+        cache_axes(spec.kv_dtype, spec.stacked),
         **sequence_axes(PACKED if spec.packed else UNIFORM),
         query=f"{_rows(spec)} h d",
         sinks="h",

@@ -8,7 +8,7 @@ from .paged import PACKED, cache_axes, sequence_axes
 
 def _axes(spec):
     return dict(
-        cache_axes(spec.attn.kv_dtype),
+        cache_axes(spec.attn.kv_dtype, spec.stacked),
         **sequence_axes(PACKED),
         query="t h d",
         key="t k d",
