@@ -15,6 +15,7 @@ cudaError_t Launch(const AppendParams& params, cudaStream_t stream) {
   const KvCache& cache = params.cache;
   const int64_t tokens = params.seqs.num_tokens;
   if (tokens == 0 || params.seqs.batch == 0 || params.seqs.max_pages == 0 || cache.num_pages == 0) return cudaSuccess;
+  if (cache.head_dim % kChunk != 0 || cache.value_dim % kChunk != 0) return cudaErrorInvalidValue;
   const int64_t row_bytes = std::max(cache.head_dim, cache.value_dim) * static_cast<int64_t>(sizeof(float));
   const int64_t turn_bytes = params.rope.dim / 2 * static_cast<int64_t>(sizeof(SinCos));
   // Shared memory without an opt-in ends at 48 KB: 8 warps fit up to D = 1,200 with a full rotation (40 KB of rows and turns); wider rows

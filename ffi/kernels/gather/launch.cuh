@@ -15,6 +15,7 @@ cudaError_t LaunchTo(const GatherParams& params, cudaStream_t stream) {
   const int64_t items = params.seqs.batch * params.seqs.max_pages * params.cache.page_size;
   const int64_t rows = params.cache.num_kv_heads * (params.value != nullptr ? 2 : 1);
   if (items == 0 || rows == 0) return cudaSuccess;  // an empty grid is an error
+  if (params.cache.head_dim % kChunk != 0 || params.cache.value_dim % kChunk != 0) return cudaErrorInvalidValue;
   const int blocks = static_cast<int>(std::min<int64_t>(items, INT_MAX));
   const int warps = static_cast<int>(std::min<int64_t>(kMaxWarps, rows));
   GatherKernel<Traits><<<blocks, warps * kWarp, 0, stream>>>(params);
