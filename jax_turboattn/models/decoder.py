@@ -53,7 +53,7 @@ class DecoderConfig:
     local_window_size: tuple[int, int] | None = None
 
     @staticmethod
-    def from_hf(config: Mapping[str, Any]) -> "DecoderConfig":
+    def from_hf(config: Mapping[str, Any]) -> DecoderConfig:
         """Reads the dict of a Hugging Face `config.json` of model type llama or mistral.
 
         Raises:

@@ -23,7 +23,9 @@ DEFAULT_PROMPTS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="text to complete; may be given several times")
+    parser.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="text to complete; may be given several times"
+    )
     parser.add_argument("--max-tokens", type=int, default=128, help="bytes to add to each (default %(default)s)")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="type of the cache (default %(default)s)")
     parser.add_argument("--implementation", help="of the attention: cuda, cpu, pallas or xla (default: the best here)")

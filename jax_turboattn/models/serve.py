@@ -231,7 +231,7 @@ class Server:
         for rows in (len(self._slots), self._chunk):
             self._run([0] * len(self._slots), rows)
 
-    def run(self, on_step: Callable[["Server"], None] = lambda server: None) -> dict[int, Completion]:
+    def run(self, on_step: Callable[[Server], None] = lambda server: None) -> dict[int, Completion]:
         """Steps until every request is done; completions by id. `on_step` is called after each step."""
         completions = {}
         while self._waiting or self.num_running:
@@ -261,7 +261,9 @@ class Server:
                 self.stats.new_tokens += 1
             new = len(sequence.tokens) - sequence.prompt_len
             if stopped or new == sequence.max_tokens:
-                finished[sequence.id] = Completion(sequence.tokens[sequence.prompt_len :], "stop" if stopped else "length")
+                finished[sequence.id] = Completion(
+                    sequence.tokens[sequence.prompt_len :], "stop" if stopped else "length"
+                )
                 self._slots[slot] = None
                 for page in self._allocator.release(sequence.pages):
                     if page in self._prefix_of_page:

@@ -48,7 +48,9 @@ FINAL_RATE = 0.02  # of the peak
 AVERAGE_DECAY = 0.998
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "batch", "context", "dropout", "decay"), donate_argnames=("state",))
+@functools.partial(
+    jax.jit, static_argnames=("graph", "batch", "context", "dropout", "decay"), donate_argnames=("state",)
+)
 def train_steps(graph, state, data, rates, key, *, batch, context, dropout, decay):
     """One AdamW step on random crops of `data` per entry of `rates`, all on the device.
 
@@ -93,15 +95,10 @@ def train_steps(graph, state, data, rates, key, *, batch, context, dropout, deca
 
 @functools.partial(jax.jit, static_argnames=("graph",))
 def window_bits(graph, params, tokens, scored):
-    """Total bits of the scored targets. tokens: uint8 [n, batch, C + 1]; scored: bool [n, batch, C]."""
-
-    def add(total, inputs):
-        tokens, scored = inputs
-        logp = jax.nn.log_softmax(nnx.merge(graph, params)(tokens[:, :-1]))
-        chosen = jnp.take_along_axis(logp, tokens[:, 1:, None].astype(jnp.int32), -1)[..., 0]
-        return total - jnp.sum(jnp.where(scored, chosen, 0)) / math.log(2), None
-
-    return jax.lax.scan(add, jnp.float32(0), (tokens, scored))[0]
+    """Total bits of the scored targets. tokens: uint8 [batch, C + 1]; scored: bool [batch, C]."""
+    logp = jax.nn.log_softmax(nnx.merge(graph, params)(tokens[:, :-1]))
+    chosen = jnp.take_along_axis(logp, tokens[:, 1:, None].astype(jnp.int32), -1)[..., 0]
+    return -jnp.sum(jnp.where(scored, chosen, 0)) / math.log(2)
 
 
 def windows(files: list[bytes], context: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -115,17 +112,17 @@ def windows(files: list[bytes], context: int, batch: int) -> tuple[np.ndarray, n
     tokens, scored = [], []
     for text in files:
         stream = corpus.join([text])
+        done = 0  # targets up to this one are scored
         for end in range(min(context, stream.size - 1), stream.size + half - 1, half):
             end = min(end, stream.size - 1)
             begin = max(0, end - context)
             window = np.zeros(context + 1, np.uint8)
             window[: end + 1 - begin] = stream[begin : end + 1]
-            first = 0 if not begin else previous - begin  # targets up to `previous` are scored already
             mask = np.zeros(context, bool)
-            mask[first : end - begin] = True
+            mask[done - begin : end - begin] = True
             tokens.append(window)
             scored.append(mask)
-            previous = end
+            done = end
     pad = -len(tokens) % batch
     tokens += [np.zeros(context + 1, np.uint8)] * pad
     scored += [np.zeros(context, bool)] * pad
@@ -135,7 +132,7 @@ def windows(files: list[bytes], context: int, batch: int) -> tuple[np.ndarray, n
 def held_out_bits(graph, params, files: list[bytes], context: int, batch: int) -> float:
     """Bits per byte of held-out files, the model's context starting at each file's separator."""
     tokens, scored = windows(files, context, batch)
-    total = sum(float(window_bits(graph, params, t[None], s[None])) for t, s in zip(tokens, scored))
+    total = sum(float(window_bits(graph, params, t, s)) for t, s in zip(tokens, scored))
     return total / sum(len(text) for text in files)
 
 

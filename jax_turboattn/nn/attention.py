@@ -12,6 +12,8 @@ from flax import nnx
 from .. import PagedKVCache, RopeConfig, attention, paged_attention_step
 from .rope import apply_rope
 
+_KERNEL_INIT = nnx.initializers.lecun_normal()
+
 
 class TurboAttention(nnx.Module):
     """Grouped-query self-attention with q/k/v/o projections.
@@ -43,7 +45,7 @@ class TurboAttention(nnx.Module):
         implementation: str | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
-        kernel_init: nnx.Initializer = nnx.initializers.lecun_normal(),
+        kernel_init: nnx.Initializer = _KERNEL_INIT,
         rngs: nnx.Rngs,
     ):
         """Creates the projections.
@@ -216,4 +218,3 @@ class TurboAttention(nnx.Module):
             "sinks": None if self.sinks is None else self.sinks[...].astype(jnp.float32),
             "implementation": self.implementation,
         }
-

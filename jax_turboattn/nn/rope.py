@@ -11,9 +11,7 @@ import numpy as np
 from ..rope import RopeConfig
 
 
-def apply_rope(
-    x: jax.Array, positions: jax.Array, config: RopeConfig, rope_base: jax.Array | None = None
-) -> jax.Array:
+def apply_rope(x: jax.Array, positions: jax.Array, config: RopeConfig, rope_base: jax.Array | None = None) -> jax.Array:
     """Rotates the columns `[offset, offset + dim)` of each head.
 
     Args:

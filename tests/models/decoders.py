@@ -7,13 +7,13 @@ import pytest
 
 pytest.importorskip("flax")
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-from flax import nnx  # noqa: E402
+import jax
+import jax.numpy as jnp
+from flax import nnx
 
-from jax_turboattn import RopeConfig  # noqa: E402
-from jax_turboattn.models import weights  # noqa: E402
-from jax_turboattn.models.decoder import Decoder, DecoderConfig  # noqa: E402
+from jax_turboattn import RopeConfig
+from jax_turboattn.models import weights
+from jax_turboattn.models.decoder import Decoder, DecoderConfig
 
 SMALL = DecoderConfig(
     vocab_size=61,

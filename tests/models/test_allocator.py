@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("flax")
 
-from jax_turboattn.models.serve import OutOfPages, PageAllocator  # noqa: E402
+from jax_turboattn.models.serve import OutOfPages, PageAllocator
 
 
 def test_allocates_every_page_once():

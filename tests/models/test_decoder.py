@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoders import SMALL, full, small_decoder
 
 from jax_turboattn import PagedKVCache
 from jax_turboattn.models.decoder import Decoder, DecoderConfig, step
-
-from decoders import SMALL, full, small_decoder
 
 nnx = pytest.importorskip("flax.nnx")
 
@@ -48,9 +47,7 @@ def run_plan(decoder, tokens, plan, max_q_len=None):
         for b, count in enumerate(counts):
             packed[offsets[b] : offsets[b + 1]] = tokens[b, done[b] : done[b] + count]
         done += counts
-        logits, cache = step(
-            graph, params, cache, packed, table, done.astype(np.int32), offsets, max_q_len=max_q_len
-        )
+        logits, cache = step(graph, params, cache, packed, table, done.astype(np.int32), offsets, max_q_len=max_q_len)
     return logits
 
 

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoders import shipped_decoder, small_decoder
 
 from jax_turboattn import PagedKVCache
 from jax_turboattn.models.decoder import step
 from jax_turboattn.models.serve import Server
-
-from decoders import shipped_decoder, small_decoder
 
 nnx = pytest.importorskip("flax.nnx")
 

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoders import small_decoder
 
 from jax_turboattn.models import corpus, train
-
-from decoders import small_decoder
 
 nnx = pytest.importorskip("flax.nnx")
 

@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from decoders import SMALL, full, small_decoder
 
 from jax_turboattn.models import weights
 from jax_turboattn.models.decoder import Decoder
-
-from decoders import SMALL, full, small_decoder
 
 nnx = pytest.importorskip("flax.nnx")
 
@@ -59,7 +58,9 @@ def hugging_face_files(decoder, directory, head=True):
             "self_attn.o_proj.weight": attention["o_kernel"][i].reshape(-1, config.hidden_size).T,
         }
         for letter in "qkv":
-            named[f"self_attn.{letter}_proj.weight"] = attention[f"{letter}_kernel"][i].reshape(config.hidden_size, -1).T
+            named[f"self_attn.{letter}_proj.weight"] = (
+                attention[f"{letter}_kernel"][i].reshape(config.hidden_size, -1).T
+            )
         for part in ("gate", "up", "down"):
             named[f"mlp.{part}_proj.weight"] = mlp[part][i].T
         if config.attention_bias:
@@ -102,9 +103,13 @@ def test_hugging_face_files_that_do_not_fit(tmp_path):
     arrays = hugging_face_files(small_decoder(), tmp_path)
     extra = tmp_path / "model-9.safetensors"
     weights.write_safetensors(extra, {"model.layers.0.self_attn.rotary.weight": np.zeros(1, np.float32)}, {})
-    with pytest.raises(ValueError, match="weights must be those of a Llama decoder, got 'model.layers.0.self_attn.rotary"):
+    with pytest.raises(
+        ValueError, match="weights must be those of a Llama decoder, got 'model.layers.0.self_attn.rotary"
+    ):
         weights.load_hf(tmp_path)
-    weights.write_safetensors(extra, {"model.layers.3.mlp.up_proj.weight": arrays["model.layers.0.mlp.up_proj.weight"]}, {})
+    weights.write_safetensors(
+        extra, {"model.layers.3.mlp.up_proj.weight": arrays["model.layers.0.mlp.up_proj.weight"]}, {}
+    )
     with pytest.raises(ValueError, match=r"layers.mlp.up must come for layers 0..2, got \[0, 1, 2, 3\]"):
         weights.load_hf(tmp_path)
 

@@ -7,11 +7,11 @@ import pytest
 
 pytest.importorskip("flax")
 
-from flax import nnx  # noqa: E402
+from flax import nnx
 
-from jax_turboattn import PagedKVCache, RopeConfig  # noqa: E402
-from jax_turboattn.nn import TurboAttention  # noqa: E402
-from jax_turboattn.nn.rope import apply_rope  # noqa: E402
+from jax_turboattn import PagedKVCache, RopeConfig
+from jax_turboattn.nn import TurboAttention
+from jax_turboattn.nn.rope import apply_rope
 
 FEATURES, HEADS, KV_HEADS, HEAD_DIM, PAGE = 48, 4, 2, 16, 8
 
@@ -166,7 +166,9 @@ def test_rope_against_float64(pairing):
     positions = np.array([0, -3, 7, 1000003, 2**31 - 5], np.int32)
     x = np.random.default_rng(0).standard_normal((1, 5, 2, 64)).astype(np.float32)
     angle = positions[:, None].astype(np.float64) * config.inv_freq()
-    first, second = (np.arange(16), np.arange(16, 32)) if pairing == "half" else (np.arange(0, 32, 2), np.arange(1, 32, 2))
+    first, second = (
+        (np.arange(16), np.arange(16, 32)) if pairing == "half" else (np.arange(0, 32, 2), np.arange(1, 32, 2))
+    )
     first, second = first + 16, second + 16
     cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
     expected = x.astype(np.float64)

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("flax")
 
-from flax import linen, nnx  # noqa: E402
+from flax import linen, nnx
 
-from jax_turboattn.nn import attention_fn  # noqa: E402
+from jax_turboattn.nn import attention_fn
 
 FEATURES, LENGTH = 32, 12
 
