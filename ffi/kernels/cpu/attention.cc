@@ -222,7 +222,7 @@ struct Worker {
   Partial part = {};   // of one split
   Partial total = {};  // of the splits so far
   SinCos* turns = nullptr;
-  KeyBlock block;
+  KeyBlock blocks[2];  // the one being worked on and the next
   Scratch scratch;
 
   bool Allocate(const Problem& problem, int rows) {
@@ -336,9 +336,12 @@ void AttendSplit(const Problem& problem, TakeBlock take, const Unit& unit, int64
   tile.acc = result.acc;
   const int64_t start = (unit.first_split() + split) * kSplitKeys;
   const int64_t end = std::min(start + kSplitKeys, unit.keys.hi);
-  for (int64_t j = std::max(start, unit.keys.lo); j < end;) {
-    j = problem.source->Collect(unit.b, unit.head, j, end, &worker.block);
-    if (worker.block.count > 0) take(problem.spec, worker.block, tile);
+  KeyBlock *block = &worker.blocks[0], *next = &worker.blocks[1];
+  int64_t j = problem.source->Collect(unit.b, unit.head, std::max(start, unit.keys.lo), end, block);
+  while (block->count > 0) {
+    j = problem.source->Collect(unit.b, unit.head, j, end, next);
+    take(problem.spec, *block, *next, tile);
+    std::swap(block, next);
   }
 }
 

@@ -4,9 +4,19 @@
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "kernels/common/dtypes.h"
 #include "kernels/common/kv_codec.h"
+
+#define TA_INLINE static inline __attribute__((always_inline))
+
+namespace turboattn::cpu {
+typedef float Vec4 __attribute__((vector_size(16)));
+typedef int32_t IVec4 __attribute__((vector_size(16)));
+typedef float Vec8 __attribute__((vector_size(32)));
+typedef int32_t IVec8 __attribute__((vector_size(32)));
+}  // namespace turboattn::cpu
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -15,7 +25,15 @@ namespace turboattn::cpu::baseline {
 constexpr int kLanes = 4;
 typedef float Vec __attribute__((vector_size(16)));
 typedef int32_t IVec __attribute__((vector_size(16)));
-static inline __attribute__((always_inline)) Vec Fma(Vec a, Vec b, Vec c) { return a * b + c; }
+TA_INLINE Vec Fma(Vec a, Vec b, Vec c) { return a * b + c; }
+TA_INLINE IVec LoadCodes(const void* codes) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(codes);
+  return IVec{bytes[0], bytes[1], bytes[2], bytes[3]};
+}
+template <class Op>
+TA_INLINE Vec4 Fold(Vec v, Op) {
+  return v;
+}
 constexpr int kGemmRows = 4, kGemmVectors = 2;  // 8 accumulators + 2 + 1 of 16 registers
 #include "kernels/cpu/attention_tile.inl"
 }  // namespace turboattn::cpu::baseline
@@ -26,7 +44,12 @@ namespace turboattn::cpu::avx2 {
 constexpr int kLanes = 8;
 typedef float Vec __attribute__((vector_size(32)));
 typedef int32_t IVec __attribute__((vector_size(32)));
-static inline __attribute__((always_inline)) Vec Fma(Vec a, Vec b, Vec c) { return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+TA_INLINE Vec Fma(Vec a, Vec b, Vec c) { return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+TA_INLINE IVec LoadCodes(const void* codes) { return (IVec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(codes))); }
+template <class Op>
+TA_INLINE Vec4 Fold(Vec v, Op op) {
+  return op(__builtin_shufflevector(v, v, 0, 1, 2, 3), __builtin_shufflevector(v, v, 4, 5, 6, 7));
+}
 constexpr int kGemmRows = 6, kGemmVectors = 2;  // 12 accumulators + 2 + 1 of 16 registers
 #include "kernels/cpu/attention_tile.inl"
 }  // namespace turboattn::cpu::avx2
@@ -38,7 +61,15 @@ namespace turboattn::cpu::avx512 {
 constexpr int kLanes = 16;
 typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t IVec __attribute__((vector_size(64)));
-static inline __attribute__((always_inline)) Vec Fma(Vec a, Vec b, Vec c) { return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+TA_INLINE Vec Fma(Vec a, Vec b, Vec c) { return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+TA_INLINE IVec LoadCodes(const void* codes) {
+  return (IVec)_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(static_cast<const __m128i*>(codes)));  // maskz: without -Wuninitialized noise
+}
+template <class Op>
+TA_INLINE Vec4 Fold(Vec v, Op op) {
+  const Vec8 half = op(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+  return op(__builtin_shufflevector(half, half, 0, 1, 2, 3), __builtin_shufflevector(half, half, 4, 5, 6, 7));
+}
 constexpr int kGemmRows = 6, kGemmVectors = 4;  // 24 accumulators + 4 + 1 of 32 registers
 #include "kernels/cpu/attention_tile.inl"
 }  // namespace turboattn::cpu::avx512
@@ -67,10 +98,18 @@ constexpr int kLanes = 4;
 typedef float Vec __attribute__((vector_size(16)));
 typedef int32_t IVec __attribute__((vector_size(16)));
 #if defined(__ARM_NEON)
-static inline __attribute__((always_inline)) Vec Fma(Vec a, Vec b, Vec c) { return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+TA_INLINE Vec Fma(Vec a, Vec b, Vec c) { return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 #else
-static inline __attribute__((always_inline)) Vec Fma(Vec a, Vec b, Vec c) { return a * b + c; }
+TA_INLINE Vec Fma(Vec a, Vec b, Vec c) { return a * b + c; }
 #endif
+TA_INLINE IVec LoadCodes(const void* codes) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(codes);
+  return IVec{bytes[0], bytes[1], bytes[2], bytes[3]};
+}
+template <class Op>
+TA_INLINE Vec4 Fold(Vec v, Op) {
+  return v;
+}
 constexpr int kGemmRows = 6, kGemmVectors = 4;  // 24 accumulators + 4 + 1 of 32 registers
 #include "kernels/cpu/attention_tile.inl"
 }  // namespace turboattn::cpu::baseline

@@ -59,7 +59,8 @@ struct Tile {
   const float** key_t_rows;  // [Padded(D)] addresses of the rows of key_t
 };
 
-using TakeBlock = void (*)(const TileSpec& spec, const KeyBlock& block, const Tile& tile);
+// next: the block that comes after, which is only prefetched; its count may be 0.
+using TakeBlock = void (*)(const TileSpec& spec, const KeyBlock& block, const KeyBlock& next, const Tile& tile);
 
 // The best version for this machine.
 TakeBlock SelectTakeBlock();

@@ -1,7 +1,5 @@
 // One tile of query rows takes in one block of keys: decode the stored rows to float32, scores, online softmax, weighted values.
-// Included by attention_tile.cc inside a namespace that defines kLanes, Vec, IVec, Fma, kGemmRows and kGemmVectors.
-
-#define TA_INLINE static inline __attribute__((always_inline))
+// Included by attention_tile.cc inside a namespace that defines kLanes, Vec, IVec, Fma, Fold, LoadCodes, kGemmRows and kGemmVectors.
 
 // -- vectors ---------------------------------------------------------------------------------------------------------------------------------
 
@@ -14,21 +12,31 @@ TA_INLINE void Store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
 TA_INLINE Vec Splat(float x) { return Vec{} + x; }
 
 TA_INLINE float Sum(Vec v) {
-  float lanes[kLanes];
-  Store(lanes, v);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  }
-  return lanes[0];
+  const Vec4 x = Fold(v, [](auto a, auto b) { return a + b; });
+  return (x[0] + x[2]) + (x[1] + x[3]);
 }
 
 TA_INLINE float Max(Vec v) {
-  float lanes[kLanes];
-  Store(lanes, v);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lanes[i] = lanes[i + width] > lanes[i] ? lanes[i + width] : lanes[i];
-  }
-  return lanes[0];
+  const Vec4 x = Fold(v, [](auto a, auto b) { return a > b ? a : b; });
+  const float even = x[0] > x[2] ? x[0] : x[2], odd = x[1] > x[3] ? x[1] : x[3];
+  return even > odd ? even : odd;
+}
+
+TA_INLINE bool Any(IVec mask) {
+  uint64_t words[sizeof(IVec) / 8], any = 0;
+  std::memcpy(words, &mask, sizeof(words));
+  for (uint64_t word : words) any |= word;
+  return any != 0;
+}
+
+// Sums of four vectors, one a lane.
+TA_INLINE Vec4 Sum4(Vec a, Vec b, Vec c, Vec d) {
+  const auto add = [](auto x, auto y) { return x + y; };
+  const Vec4 a4 = Fold(a, add), b4 = Fold(b, add), c4 = Fold(c, add), d4 = Fold(d, add);
+  const IVec4 low = {0, 4, 1, 5}, high = {2, 6, 3, 7};
+  const Vec4 ab = __builtin_shuffle(a4, b4, low) + __builtin_shuffle(a4, b4, high);  // a02 b02 a13 b13
+  const Vec4 cd = __builtin_shuffle(c4, d4, low) + __builtin_shuffle(c4, d4, high);
+  return __builtin_shuffle(ab, cd, IVec4{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, IVec4{2, 3, 6, 7});
 }
 
 // e^x for x <= 88, 2 ulp; below -87.3 it is 0; NaN stays NaN. e^x = 2^n e^r with r in [-ln2/2, ln2/2], e^r = 1 + r + r^2 q(r), q of degree 4 with
@@ -72,14 +80,28 @@ struct Rows {
   int count;
   int64_t elements;
   float* out;  // [count, Padded(elements)]; columns past `elements` are zero already and stay so
+  const void* const* next;  // [next_count] rows of the next block, to be fetched while these are worked on
+  int next_count;
+  int64_t row_bytes;
 };
 
-template <class E>
-void LoadPlain(const Rows& rows) {
-  for (int i = 0; i < rows.count; ++i) {
-    const E* row = static_cast<const E*>(rows.data[i]);
-    float* out = rows.out + i * Padded(rows.elements);
-    for (int64_t d = 0; d < rows.elements; ++d) out[d] = ToFloat(row[d]);
+TA_INLINE void Prefetch(const Rows& rows, int i) {
+  if (i >= rows.next_count) return;
+  const char* row = static_cast<const char*>(rows.next[i]);
+  for (int64_t byte = 0; byte < rows.row_bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+}
+
+// Rounds float32 values to E; they must be NaN or in E's range.
+template <class E, class V, class I>
+TA_INLINE void RoundFinite(V& x) {
+  if constexpr (std::is_same_v<E, bf16>) {
+    const I bits = (I)x;
+    x = (V)((bits + 0x7fff + ((bits >> 16) & 1)) & ~0xffff);
+  } else if constexpr (std::is_same_v<E, fp16>) {
+    const I bits = (I)x, magnitude = bits & 0x7fffffff;
+    const I normal = (magnitude + 0xfff + ((magnitude >> 13) & 1)) & ~0x1fff;
+    const I small = (I)(((V)magnitude + 0.5f) - 0.5f);  // below 2^-14 an fp16 step is 2^-24, the ulp of 0.5
+    x = (V)((magnitude < 0x38800000 ? small : normal) | (bits & ~0x7fffffff));
   }
 }
 
@@ -89,26 +111,61 @@ TA_INLINE RowScale LoadRowScale(const void* params) {
   return {ToFloat(pair[0]), ToFloat(pair[1])};
 }
 
+// No code of the row can leave E's range, nor is any parameter Inf or NaN: DecodeCode needs none of its special cases.
+template <class E>
+TA_INLINE bool IsTame(RowScale scale) {
+  return std::fabs(scale.scale) * 256.f + std::fabs(scale.zero) < MaxFinite<E>();
+}
+
+template <class E>
+void LoadPlain(const Rows& rows) {
+  for (int i = 0; i < rows.count; ++i) {
+    Prefetch(rows, i);
+    const E* row = static_cast<const E*>(rows.data[i]);
+    float* out = rows.out + i * Padded(rows.elements);
+    for (int64_t d = 0; d < rows.elements; ++d) out[d] = ToFloat(row[d]);
+  }
+}
+
 template <class E>
 void LoadInt8(const Rows& rows) {
   for (int i = 0; i < rows.count; ++i) {
+    Prefetch(rows, i);
     const uint8_t* row = static_cast<const uint8_t*>(rows.data[i]);
     const RowScale scale = LoadRowScale<E>(rows.params[i]);
     float* out = rows.out + i * Padded(rows.elements);
-    for (int64_t d = 0; d < rows.elements; ++d) out[d] = DecodeCode<E>(row[d], scale);
+    int64_t d = 0;
+    if (IsTame<E>(scale)) {
+      for (; d + kLanes <= rows.elements; d += kLanes) {
+        Vec x = __builtin_convertvector(LoadCodes(row + d), Vec) * scale.scale + scale.zero;
+        RoundFinite<E, Vec, IVec>(x);
+        Store(out + d, x);
+      }
+    }
+    for (; d < rows.elements; ++d) out[d] = DecodeCode<E>(row[d], scale);
   }
 }
 
 template <class E>
 void LoadInt4(const Rows& rows) {
+  const IVec8 shifts = {Int4Shift(0), Int4Shift(1), Int4Shift(2), Int4Shift(3), Int4Shift(4), Int4Shift(5), Int4Shift(6), Int4Shift(7)};
   for (int i = 0; i < rows.count; ++i) {
+    Prefetch(rows, i);
     const uint8_t* row = static_cast<const uint8_t*>(rows.data[i]);
     const RowScale scale = LoadRowScale<E>(rows.params[i]);
+    const bool tame = IsTame<E>(scale);
     float* out = rows.out + i * Padded(rows.elements);
     for (int64_t d = 0; d < rows.elements; d += 8) {
-      uint32_t packed;
+      int32_t packed;
       std::memcpy(&packed, row + d / 2, 4);
-      for (int e = 0; e < 8; ++e) out[d + e] = DecodeCode<E>(static_cast<uint8_t>((packed >> Int4Shift(e)) & 0xf), scale);
+      const IVec8 codes = ((IVec8{} + packed) >> shifts) & 0xf;
+      if (tame) {
+        Vec8 x = __builtin_convertvector(codes, Vec8) * scale.scale + scale.zero;
+        RoundFinite<E, Vec8, IVec8>(x);
+        std::memcpy(out + d, &x, sizeof(x));
+      } else {
+        for (int e = 0; e < 8; ++e) out[d + e] = DecodeCode<E>(static_cast<uint8_t>(codes[e]), scale);
+      }
     }
   }
 }
@@ -116,10 +173,22 @@ void LoadInt4(const Rows& rows) {
 template <class E>
 void LoadFp8(const Rows& rows) {
   for (int i = 0; i < rows.count; ++i) {
+    Prefetch(rows, i);
     const fp8_e4m3* row = static_cast<const fp8_e4m3*>(rows.data[i]);
     const float scale = *static_cast<const float*>(rows.params[i]);
+    const bool tame = IsTame<E>({scale * 2.f, 0.f});  // 448 < 2 * 256
     float* out = rows.out + i * Padded(rows.elements);
-    for (int64_t d = 0; d < rows.elements; ++d) out[d] = DecodeFp8<E>(row[d], scale);
+    int64_t d = 0;
+    for (; tame && d + kLanes <= rows.elements; d += kLanes) {
+      const IVec codes = LoadCodes(row + d), body = codes & 0x7f;
+      const Vec subnormal = __builtin_convertvector(body, Vec) * 0x1p-9f;
+      const Vec normal = (Vec)((body << 20) + (120 << 23));
+      const Vec magnitude = body == 0x7f ? Splat(QuietNan()) : body < 8 ? subnormal : normal;
+      Vec value = (Vec)((IVec)magnitude | ((codes & 0x80) << 24)) * scale;
+      RoundFinite<E, Vec, IVec>(value);
+      Store(out + d, value);
+    }
+    for (; d < rows.elements; ++d) out[d] = DecodeFp8<E>(row[d], scale);
   }
 }
 
@@ -146,8 +215,17 @@ static void FloatRows(const TileSpec& spec, const Rows& rows, const float** addr
   const bool direct = spec.kv_dtype == DType::kFloat32 && rows.elements % kLanes == 0;
   if (!direct) LoadRows(spec, rows);
   for (int i = 0; i < rows.count; ++i) {
+    if (direct) Prefetch(rows, i);
     addresses[i] = direct ? static_cast<const float*>(rows.data[i]) : rows.out + i * Padded(rows.elements);
   }
+}
+
+static Rows KeyRows(const TileSpec& spec, const KeyBlock& block, const KeyBlock& next, const Tile& tile) {
+  return {block.key, block.key_params, block.count, spec.head_dim, tile.key, next.key, next.count, RowBytes(spec.kv_dtype, spec.head_dim)};
+}
+
+static Rows ValueRows(const TileSpec& spec, const KeyBlock& block, const KeyBlock& next, const Tile& tile) {
+  return {block.value, block.value_params, block.count, spec.value_dim, tile.value, next.value, next.count, RowBytes(spec.kv_dtype, spec.value_dim)};
 }
 
 // -- matrix products -------------------------------------------------------------------------------------------------------------------------
@@ -217,7 +295,8 @@ void DotRows(int64_t width, const float* query, const float* const* keys, int co
       }
     }
     for (int r = 0; r < kRows; ++r) {
-      for (int i = 0; i < 4; ++i) score[r * kBlockKeys + j + i] = Sum(sum[r][i]);
+      const Vec4 dots = Sum4(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+      std::memcpy(score + r * kBlockKeys + j, &dots, sizeof(dots));
     }
   }
 }
@@ -237,12 +316,19 @@ static void Dot(int rows, int64_t width, const float* query, const float* const*
   }
 }
 
-// key_t[d, j] = keys[j][d]. Columns past `count` keep what they held; their scores are never used.
+// key_t[d, j] = keys[j][d], in squares of 4. `keys` has kBlockKeys valid addresses up to the next multiple of 4 of count; columns past it keep what
+// they held, and their scores are never used.
 static void Transpose(int64_t width, const float* const* keys, int count, float* key_t) {
-  for (int64_t d0 = 0; d0 < width; d0 += kLanes) {
-    for (int j = 0; j < count; ++j) {
-      const float* row = keys[j] + d0;
-      for (int d = 0; d < kLanes; ++d) key_t[(d0 + d) * kBlockKeys + j] = row[d];
+  const IVec4 low = {0, 4, 1, 5}, high = {2, 6, 3, 7};
+  for (int j = 0; j < count; j += 4) {
+    for (int64_t d = 0; d < width; d += 4) {
+      Vec4 row[4];
+      for (int i = 0; i < 4; ++i) std::memcpy(&row[i], keys[j + i] + d, sizeof(row[i]));
+      const Vec4 even_low = __builtin_shuffle(row[0], row[2], low), even_high = __builtin_shuffle(row[0], row[2], high);
+      const Vec4 odd_low = __builtin_shuffle(row[1], row[3], low), odd_high = __builtin_shuffle(row[1], row[3], high);
+      const Vec4 column[4] = {__builtin_shuffle(even_low, odd_low, low), __builtin_shuffle(even_low, odd_low, high),
+                              __builtin_shuffle(even_high, odd_high, low), __builtin_shuffle(even_high, odd_high, high)};
+      for (int i = 0; i < 4; ++i) std::memcpy(key_t + (d + i) * kBlockKeys + j, &column[i], sizeof(column[i]));
     }
   }
 }
@@ -321,10 +407,7 @@ static bool AllFinite(const float* row, int64_t elements) {
     std::memcpy(&bits, row + d, sizeof(bits));
     bad |= (bits & 0x7f800000) == 0x7f800000;
   }
-  int32_t lanes[kLanes], any = 0;
-  std::memcpy(lanes, &bad, sizeof(lanes));
-  for (int i = 0; i < kLanes; ++i) any |= lanes[i];
-  return any == 0;
+  return !Any(bad);
 }
 
 // In a block that not every row sees, 0 * NaN must not reach the rows that do not: such values leave the product and are added row by row.
@@ -341,9 +424,9 @@ static void AddNonFinite(const TileSpec& spec, const KeyBlock& block, const Tile
   }
 }
 
-static void AddValues(const TileSpec& spec, const KeyBlock& block, const Tile& tile, bool partial) {
+static void AddValues(const TileSpec& spec, const KeyBlock& block, const KeyBlock& next, const Tile& tile, bool partial) {
   const float* values[kBlockKeys];
-  FloatRows(spec, {block.value, block.value_params, block.count, spec.value_dim, tile.value}, values);
+  FloatRows(spec, ValueRows(spec, block, next, tile), values);
   const int64_t width = Padded(spec.value_dim);
   const int64_t used = (spec.value_dim + kLanes - 1) / kLanes * kLanes;
   bool excluded[kBlockKeys] = {};
@@ -358,13 +441,13 @@ static void AddValues(const TileSpec& spec, const KeyBlock& block, const Tile& t
   if (any_excluded) AddNonFinite(spec, block, tile, values, excluded);
 }
 
-void Take(const TileSpec& spec, const KeyBlock& block, const Tile& tile) {
+void Take(const TileSpec& spec, const KeyBlock& block, const KeyBlock& next, const Tile& tile) {
   const float* keys[kBlockKeys];
-  FloatRows(spec, {block.key, block.key_params, block.count, spec.head_dim, tile.key}, keys);
+  FloatRows(spec, KeyRows(spec, block, next, tile), keys);
+  for (int j = block.count; j % 4 != 0; ++j) keys[j] = keys[block.count - 1];
   const int64_t width = (spec.head_dim + kLanes - 1) / kLanes * kLanes;
   constexpr int kDotRows = 8;  // up to here a transposed copy of the block costs more than the sums across lanes
   if (tile.rows <= kDotRows) {
-    for (int j = block.count; j % 4 != 0; ++j) keys[j] = keys[block.count - 1];
     Dot(tile.rows, width, tile.query, keys, block.count, tile.score);
   } else {
     Transpose(width, keys, block.count, tile.key_t);
@@ -376,7 +459,5 @@ void Take(const TileSpec& spec, const KeyBlock& block, const Tile& tile) {
     FinishScores(spec, block, tile, r, partial);
     UpdateSoftmax(block, tile, r);
   }
-  AddValues(spec, block, tile, partial);
+  AddValues(spec, block, next, tile, partial);
 }
-
-#undef TA_INLINE
