@@ -125,9 +125,6 @@ def supports(spec: Spec, platform: str, family: str | None = None) -> str | None
     for operand, reason in _CPU_MISSING.items():
         if operand in spec.operands:
             return reason
-    parts = (spec.attn, spec.append) if isinstance(spec, StepSpec) else (spec,)
-    if any(getattr(part, "shared_value", False) for part in parts):
-        return "shared_value (MLA) is not written for the CPU kernels"
     return None
 
 
