@@ -404,9 +404,12 @@ def _paged(spec: Spec, values: Values, rng: np.random.Generator) -> dict[str, An
     left = _left(spec, found)
     if left is not None and not append:  # pages wholly left of every window
         live &= (np.arange(M) + 1) * P * cp > (kv_lens.astype(np.int64) - q_lens - left)[:, None]
+    prologue = _prologue(spec, values, rng) if fused or append else {}
+    kept = np.arange(M) < prologue.get("read_only_pages", np.zeros(B))[:, None]  # these hold their tokens already
     used = np.zeros((pool.num_pages, P), bool)
     for b in range(B):
-        used[pool.table[b][live[b]]] = (s.reshape(M, P) < stored[b])[live[b]]
+        filled = s.reshape(M, P) < np.where(kept[b], kv_lens[b], stored[b])[:, None]
+        used[pool.table[b][live[b]]] = filled[live[b]]
     prefix = None
     if spec.prefix:
         length = {"short": 1, "full": spec.prefix * P + 5, "wild": 0}.get(
@@ -443,7 +446,7 @@ def _paged(spec: Spec, values: Values, rng: np.random.Generator) -> dict[str, An
         _, key, value = _tensors(rng, values.data, spec, (spec.T,), (spec.T,), np.zeros(spec.T))
         found["key"] = poison.poison_rows(key, owned, values.poison)
         found["value"] = None if spec.shared_value else poison.poison_rows(value, owned, values.poison)
-        found |= _prologue(spec, values, rng)
+        found |= prologue
     return found
 
 

@@ -23,11 +23,10 @@ class BudgetExceeded(AssertionError):
 
 
 def ulp(x: Array, dtype: Any) -> Array:
-    """Spacing of dtype's numbers at |x|, float64."""
+    """Spacing of dtype's numbers at |x|, float64; at zero for NaN and Inf."""
     info = ml_dtypes.finfo(dtype)
-    smallest = float(info.smallest_normal)
-    magnitude = np.maximum(np.abs(np.asarray(x, np.float64)), smallest)
-    return np.exp2(np.floor(np.log2(magnitude))) * float(info.eps)
+    magnitude = np.abs(np.nan_to_num(np.asarray(x, np.float64), posinf=0, neginf=0))
+    return np.exp2(np.floor(np.log2(np.maximum(magnitude, float(info.smallest_normal))))) * float(info.eps)
 
 
 def float32_floor(keys: Array, peak: Array) -> Array:
@@ -132,9 +131,7 @@ def check_attention(
         finite = np.isfinite(want)
         base = np.abs(np.where(finite, baseline.lse.astype(np.float64), 0) - np.where(finite, want, 0))
         scale = np.maximum(1.0, np.where(finite, np.abs(want), 0))
-        limit = (
-            2 * _pooled(_ratio(base, scale), golden.keys) * scale + ulp(np.where(finite, want, 0), np.float32) + floor
-        )
+        limit = 2 * _pooled(_ratio(base, scale), golden.keys) * scale + ulp(want, np.float32) + floor
         within(f"{what}: lse", lse, want, factor * limit)
 
 
