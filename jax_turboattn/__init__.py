@@ -17,6 +17,7 @@ from .backends.ffi import export_disabled_checks
 from .cache import PagedKVCache
 from .inspection import explain
 from .rope import RopeConfig
+from .rotation import apply_rope
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ __all__ = [
     "Plan",
     "RopeConfig",
     "append_kv",
+    "apply_rope",
     "attention",
     "copy_pages",
     "explain",

@@ -10,11 +10,11 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 # Layers of the package, top to bottom: a module imports only from its own layer and from below. `testing` and __main__ stand outside.
 LAYERS = [
-    ("nn", "models", "parallel"),
-    ("api",),
+    ("nn", "models", "parallel", "commands"),
+    ("api", "inspection"),
     ("primitives",),
     ("backends",),
-    ("spec", "checks", "cache", "rope", "quant"),
+    ("spec", "checks", "cache", "rope", "rotation"),
 ]
 LEVEL = {name: level for level, names in enumerate(reversed(LAYERS)) for name in names}
 EXTENSIONS = ("_cpu", "_cuda")

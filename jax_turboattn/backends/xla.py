@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import rotation
 from ..rope import RopeConfig
 from ..spec import (
     INTEGER_KV_DTYPES,
@@ -43,7 +44,9 @@ ROW_CHUNK, MAX_ROW_CHUNK = 16, 128
 # batch_invariant: keys are folded in blocks that start at multiples of this, whatever the page size (at most 256).
 KEY_BLOCK = 256
 # Uniform queries take as many sequences at once as keep the copied float32 keys and values below this many bytes.
-GROUP_BYTES = 1 << 28
+GROUP_BYTES = 1 << 24
+# Place in a little-endian word of each of eight int4 elements, in bits: nibbles hold elements 0 2 4 6 1 3 5 7.
+_INT4_SHIFTS = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
 
 _dot = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
@@ -349,18 +352,18 @@ def _saturate(x: jax.Array, finite: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _pack_int4(codes: jax.Array) -> jax.Array:
-    """uint8 [..., D] below 16 -> [..., D/2]: elements 0 2 | 4 6 | 1 3 | 5 7 of eight, low nibble first."""
-    pairs = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 2, 2, 2)  # element = 4 i + 2 j + parity
-    pairs = jnp.moveaxis(pairs, -1, -3)  # [..., parity, i, j]
-    packed = pairs[..., 0] | (pairs[..., 1] << 4)
-    return packed.reshape(*codes.shape[:-1], codes.shape[-1] // 2)
+    """uint8 [..., D] below 16 -> [..., D/2]."""
+    eights = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8).astype(jnp.uint32)
+    words = jnp.sum(eights << _INT4_SHIFTS, axis=-1, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(words, jnp.uint8).reshape(*codes.shape[:-1], codes.shape[-1] // 2)
 
 
 def _unpack_int4(packed: jax.Array) -> jax.Array:
     """[..., D/2] -> uint8 [..., D] below 16."""
-    pairs = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 2, 2)  # [..., parity, i]
-    codes = jnp.moveaxis(jnp.stack([pairs & 15, pairs >> 4], axis=-1), -3, -1)  # [..., i, j, parity]
-    return codes.reshape(*packed.shape[:-1], packed.shape[-1] * 2)
+    fours = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4)
+    words = lax.bitcast_convert_type(fours, jnp.uint32)[..., None]
+    codes = (words >> _INT4_SHIFTS) & 15
+    return codes.astype(jnp.uint8).reshape(*packed.shape[:-1], packed.shape[-1] * 2)
 
 
 def _product(code: jax.Array, scale: jax.Array) -> jax.Array:
@@ -424,8 +427,13 @@ def _divisor(scale: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _pages(pool: jax.Array, layer: jax.Array, page: jax.Array) -> jax.Array:
-    """pool[layer, page] of pool [L, N, ...], with indices clamped."""
+    """pool[layer, page] of pool [L, N, ...], with indices clamped.
+
+    The CPU backend gathers bfloat16 and fp8 as float32. Tied to the page ids, which differ from sequence to sequence,
+    the conversion stays in the loop over them (and is fused with the gather); else the whole pool is converted first.
+    """
     num_layers, num_pages = pool.shape[:2]
+    pool, layer, page = lax.optimization_barrier((pool, layer, page))
     return pool.at[jnp.clip(layer, 0, num_layers - 1), jnp.clip(page, 0, num_pages - 1)].get(mode="promise_in_bounds")
 
 
@@ -675,80 +683,15 @@ def _as_packed(named: Named) -> Named:
 # --- RoPE and prologue ---------------------------------------------------------------------------------------------
 
 
-def _high_word(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The upper 32 bits of the 64-bit product of uint32 a and b, from products of 16-bit halves."""
-    mask = jnp.uint32(0xFFFF)
-    a_hi, a_lo, b_hi, b_lo = a >> 16, a & mask, b >> 16, b & mask
-    low = a_lo * b_lo
-    middle = a_hi * b_lo + (low >> 16)  # at most (2^16 - 1)^2 + 2^16 - 1: fits
-    other = a_lo * b_hi + (middle & mask)
-    return a_hi * b_hi + (middle >> 16) + (other >> 16)
-
-
-def _phases(position: jax.Array, turns_hi: jax.Array, turns_lo: jax.Array) -> jax.Array:
-    """position * turns modulo one turn, in radians of [-pi, pi), float32.
-
-    position: int32. turns: a 64-bit fixed-point fraction of a turn in two uint32 words. The product modulo 2^64 wraps
-    just as angles do; its upper word, read as signed, is the angle.
-    """
-    p = position.astype(jnp.uint32)
-    word = turns_hi * p + _high_word(turns_lo, p)
-    word = word - jnp.where(position < 0, turns_lo, jnp.uint32(0))  # the borrow of p's sign extension to 64 bits
-    return lax.bitcast_convert_type(word, jnp.int32).astype(jnp.float32) * np.float32(math.pi / 2**31)
-
-
-def _dynamic_turns(base: jax.Array, dim: int) -> tuple[jax.Array, jax.Array]:
-    """Turns of base ** (-2 j / dim) for float32 base [...]: two uint32 words [..., dim / 2].
-
-    The frequency is at most 1 and within 2e-7 of the exact one, which is all that float32 powers give; as 31-bit fixed
-    point it loses nothing more, and 2^33 / 2 pi is an integer to 1 part in 10^10.
-    """
-    exponent = np.asarray(-2.0 * np.arange(dim // 2) / dim, np.float32)
-    frequency = jnp.clip(jnp.power(base[..., None], exponent), 0.0, 1.0)
-    fixed = (frequency * 2.0**31).astype(jnp.uint32)
-    turn = jnp.uint32(round(2**33 / (2 * math.pi)))
-    return _high_word(fixed, turn), fixed * turn
-
-
-def _rope_axes(rope: RopeConfig) -> np.ndarray:
-    """Which of the three position axes turns each pair, int [dim / 2]."""
-    pair = np.arange(rope.dim // 2)
-    t, h, w = rope.sections
-    if not rope.sections_interleaved:
-        return np.where(pair < t, 0, np.where(pair < t + h, 1, 2))
-    axis, cycle = pair % 3, pair // 3
-    return np.where((axis == 1) & (cycle < h), 1, np.where((axis == 2) & (cycle < w), 2, 0))
-
-
 def _rotation(rope: RopeConfig, named: Named, position, sequence) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), float32 [T, dim / 2], attention factor included.
-
-    position: int32 [T], or [T, 3] (temporal, height, width); sequence: int32 [T], for the bases of dynamic RoPE.
-    """
-    if position.ndim == 2:
-        position = position[:, _rope_axes(rope)] if rope.sections else position[:, :1]
-    else:
-        position = position[:, None]
+    """(cos, sin), float32 [T, dim / 2]; position int32 [T] or [T, 3], sequence int32 [T] for the bases of dynamic RoPE."""
     if "rope_turns" in named:
-        hi, lo = named["rope_turns"][:, 0], named["rope_turns"][:, 1]
+        turns = named["rope_turns"][:, 0], named["rope_turns"][:, 1]
     else:
-        hi, lo = _dynamic_turns(pick(named["rope_base"], sequence), rope.dim)
-    angle = _phases(position, hi, lo)
-    factor = np.float32(rope.resolved_attention_factor)
-    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
-
-
-def _rotate(x: jax.Array, rope: RopeConfig, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """x [T, heads, D], float32, with its rotary columns turned by (cos, sin) [T, dim / 2]."""
-    before, block, after = jnp.split(x, [rope.offset, rope.offset + rope.dim], axis=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    if rope.pairing == "half":
-        x0, x1 = jnp.split(block, 2, axis=-1)
-        turned = jnp.concatenate([cos * x0 - sin * x1, cos * x1 + sin * x0], axis=-1)
-    else:
-        x0, x1 = block[..., 0::2], block[..., 1::2]
-        turned = jnp.stack([cos * x0 - sin * x1, cos * x1 + sin * x0], axis=-1).reshape(block.shape)
-    return jnp.concatenate([before, turned, after], axis=-1)
+        turns = rotation.dynamic_turns(pick(named["rope_base"], sequence), rope.dim)
+    if rope.sections and position.ndim == 1:
+        position = jnp.repeat(position[:, None], 3, axis=1)
+    return rotation.cos_sin(rope, position, turns)
 
 
 class _Tokens(NamedTuple):
@@ -772,13 +715,13 @@ def _tokens(named: Named, count: int) -> _Tokens:
     return _Tokens(sequence, owned, position, named.get("positions", turn))
 
 
-def _prologue(x, bias, rope: RopeConfig | None, rotation, factor=None) -> jax.Array:
+def _prologue(x, bias, rope: RopeConfig | None, turned, factor=None) -> jax.Array:
     """Tokens x [T, heads, D] through bias, RoPE and a factor [T] in float32, rounded once to x's dtype."""
     y = x.astype(jnp.float32)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     if rope is not None:
-        y = _rotate(y, rope, *rotation)
+        y = rotation.rotate(y, rope, *turned)
     if factor is not None:
         y = y * factor[:, None, None]
     return _round(y, x.dtype).astype(x.dtype)
@@ -860,9 +803,9 @@ def _table_entry(table: jax.Array, sequence: jax.Array, column: jax.Array) -> ja
     return table[jnp.clip(sequence, 0, table.shape[0] - 1), jnp.clip(column, 0, table.shape[1] - 1)]
 
 
-def _append_tokens(spec: AppendSpec, named: Named, tokens: _Tokens, rotation) -> Named:
+def _append_tokens(spec: AppendSpec, named: Named, tokens: _Tokens, turned) -> Named:
     """Prologue and storage of the new keys and values."""
-    key = _prologue(named["key"], named.get("key_bias"), spec.rope, rotation)
+    key = _prologue(named["key"], named.get("key_bias"), spec.rope, turned)
     value = None
     if not spec.shared_value:
         value = _prologue(named["value"], named.get("value_bias"), None, None)
@@ -871,18 +814,18 @@ def _append_tokens(spec: AppendSpec, named: Named, tokens: _Tokens, rotation) ->
 
 def _append_kv(spec: AppendSpec, named: Named) -> tuple[jax.Array, ...]:
     tokens = _tokens(named, named["key"].shape[0])
-    rotation = None if spec.rope is None else _rotation(spec.rope, named, tokens.turn, tokens.sequence)
-    written = _append_tokens(spec, named, tokens, rotation)
+    turned = None if spec.rope is None else _rotation(spec.rope, named, tokens.turn, tokens.sequence)
+    written = _append_tokens(spec, named, tokens, turned)
     return tuple(written[name] for name in written_caches(spec))
 
 
 def _paged_attention_step(spec: StepSpec, named: Named) -> tuple[jax.Array, ...]:
     append = spec.append
     tokens = _tokens(named, named["query"].shape[0])
-    rotation = None if append.rope is None else _rotation(append.rope, named, tokens.turn, tokens.sequence)
-    written = _append_tokens(append, named, tokens, rotation)
+    turned = None if append.rope is None else _rotation(append.rope, named, tokens.turn, tokens.sequence)
+    written = _append_tokens(append, named, tokens, turned)
     factor = None if spec.logn is None else _logn(spec, tokens.turn)
-    query = _prologue(named["query"], named.get("query_bias"), append.rope, rotation, factor)
+    query = _prologue(named["query"], named.get("query_bias"), append.rope, turned, factor)
     out, lse = _paged_attention(spec.attn, {**named, **written, "query": query})
     return (*(written[name] for name in written_caches(spec)), out, lse)
 

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .. import PagedKVCache, RopeConfig, attention, paged_attention_step
-from .rope import apply_rope
+from .. import PagedKVCache, RopeConfig, apply_rope, attention, paged_attention_step
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
 
@@ -128,13 +127,15 @@ class TurboAttention(nnx.Module):
         query, key, value = self._project(x)
         if positions is None:
             positions = jnp.arange(x.shape[1], dtype=jnp.int32)
+            if self.rope is not None and self.rope.sections:
+                positions = jnp.repeat(positions[:, None], 3, axis=1)
 
         def prologue(projected, bias, rotate):  # as the fused step: bias and RoPE in float32, one rounding at the end
             wide = projected.astype(jnp.float32)
             if bias is not None:
                 wide = wide + bias[...].astype(jnp.float32)
             if rotate and self.rope is not None:
-                wide = apply_rope(wide, positions, self.rope, rope_base)
+                wide = apply_rope(wide, positions, self.rope, rope_base=rope_base)
             return wide.astype(self.dtype)
 
         out = attention(

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_turboattn import PagedKVCache, RopeConfig
 from jax_turboattn.nn import TurboAttention
-from jax_turboattn.nn.rope import apply_rope
+from jax_turboattn import apply_rope
 
 FEATURES, HEADS, KV_HEADS, HEAD_DIM, PAGE = 48, 4, 2, 16, 8
 
