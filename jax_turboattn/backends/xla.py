@@ -45,8 +45,6 @@ ROW_CHUNK, MAX_ROW_CHUNK = 16, 128
 KEY_BLOCK = 256
 # Uniform queries take as many sequences at once as keep the copied float32 keys and values below this many bytes.
 GROUP_BYTES = 1 << 24
-# Place in a little-endian word of each of eight int4 elements, in bits: nibbles hold elements 0 2 4 6 1 3 5 7.
-_INT4_SHIFTS = np.array([0, 16, 4, 20, 8, 24, 12, 28], np.uint32)
 
 _dot = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
@@ -352,18 +350,18 @@ def _saturate(x: jax.Array, finite: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _pack_int4(codes: jax.Array) -> jax.Array:
-    """uint8 [..., D] below 16 -> [..., D/2]."""
-    eights = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8).astype(jnp.uint32)
-    words = jnp.sum(eights << _INT4_SHIFTS, axis=-1, dtype=jnp.uint32)
-    return lax.bitcast_convert_type(words, jnp.uint8).reshape(*codes.shape[:-1], codes.shape[-1] // 2)
+    """uint8 [..., D] below 16 -> [..., D/2]: elements 0 2 | 4 6 | 1 3 | 5 7 of eight, low nibble first."""
+    pairs = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 2, 2, 2)  # element = 4 i + 2 j + parity
+    pairs = jnp.moveaxis(pairs, -1, -3)  # [..., parity, i, j]
+    packed = pairs[..., 0] | (pairs[..., 1] << 4)
+    return packed.reshape(*codes.shape[:-1], codes.shape[-1] // 2)
 
 
 def _unpack_int4(packed: jax.Array) -> jax.Array:
     """[..., D/2] -> uint8 [..., D] below 16."""
-    fours = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 4)
-    words = lax.bitcast_convert_type(fours, jnp.uint32)[..., None]
-    codes = (words >> _INT4_SHIFTS) & 15
-    return codes.astype(jnp.uint8).reshape(*packed.shape[:-1], packed.shape[-1] * 2)
+    pairs = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 4, 2, 2)  # [..., parity, i]
+    codes = jnp.moveaxis(jnp.stack([pairs & 15, pairs >> 4], axis=-1), -3, -1)  # [..., i, j, parity]
+    return codes.reshape(*packed.shape[:-1], packed.shape[-1] * 2)
 
 
 def _product(code: jax.Array, scale: jax.Array) -> jax.Array:
