@@ -134,8 +134,6 @@ def _cuda_missing(spec: Spec, family: str | None) -> str | None:
     dtype = spec.out_dtype if isinstance(spec, GatherSpec) else getattr(spec, "dtype", None)
     if dtype == "float32":
         return "the CUDA kernels take bfloat16 and float16, not float32"
-    if getattr(spec, "shared_value", False):
-        return "shared_value (MLA) has no CUDA kernel yet"
     for size in ("head_dim", "value_dim"):
         if getattr(spec, size, 0) % 8:
             return f"the CUDA kernels take a {size} that is a multiple of 8, not {getattr(spec, size)}"

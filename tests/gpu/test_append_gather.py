@@ -39,6 +39,7 @@ class Case:
     columns: int = 16  # M
     layers: int | None = None
     cp_size: int = 1
+    shared_value: bool = False  # MLA
 
 
 CASES = {
@@ -47,6 +48,7 @@ CASES = {
     "dv_differs": Case(kv_heads=3, head_dim=80, value_dim=112),
     "d512": Case(head_dim=512, value_dim=512, page_size=8, columns=40),
     "d576": Case(head_dim=576, value_dim=64, kv_heads=1),
+    "mla": Case(kv_heads=1, head_dim=576, value_dim=512, shared_value=True),
     "layers": Case(layers=3),
     "cp": Case(cp_size=2),
     "wild_lengths": Case(kv_lens=(-5, 2**31 - 1, 10, 400)),
@@ -76,6 +78,7 @@ def make(case: Case, dtype, kv_dtype: str, seed: int = 0):
         num_layers=case.layers,
         dtype=np.dtype(dtype).name if kv_dtype == "same" else kv_dtype,
         param_dtype=dtype,
+        shared_value=case.shared_value,
     )
     cache = jax.tree.map(np.asarray, cache)
     garbage = jax.tree.map(lambda a: random_bytes(rng, a), cache)
@@ -95,6 +98,8 @@ def make(case: Case, dtype, kv_dtype: str, seed: int = 0):
         key[3, 0] = 0.5  # a constant row
         value[5, -1, 2] = np.nan
         key[7, 0, 1] = np.inf
+    if case.shared_value:
+        value = None
     return garbage, key, value, table, np.asarray(case.kv_lens, np.int32), np.asarray(case.q_offsets, np.int32)
 
 
@@ -123,7 +128,7 @@ def test_append_bytes(dtype, kv_dtype, name):
     rng = np.random.default_rng(1)
     options = {
         "key_bias": rng.normal(size=key.shape[1:]).astype(dtype),
-        "value_bias": rng.normal(size=value.shape[1:]).astype(np.float32),
+        "value_bias": None if value is None else rng.normal(size=value.shape[1:]).astype(np.float32),
         "read_only_pages": rng.integers(-1, 2, len(kv_lens)).astype(np.int32),
         "layer": None if case.layers is None else case.layers - 1,
         "cp_size": case.cp_size,

@@ -106,6 +106,12 @@ __device__ inline void StoreRow(const Side& side, int64_t row, int64_t layer_hea
   }
 }
 
+// Elements of the longest row that a warp holds in shared memory.
+__host__ __device__ inline int64_t RowWidth(const AppendParams& params) {
+  const int64_t value_width = params.value != nullptr ? params.cache.value_dim : 0;
+  return params.cache.head_dim > value_width ? params.cache.head_dim : value_width;
+}
+
 // Grid-stride over the T packed tokens. Dynamic shared memory: SinCos[R/2] of the token, then one float row a warp (see launch.cuh).
 template <class Traits>
 __global__ void __launch_bounds__(kMaxWarps* kWarp) AppendKernel(const __grid_constant__ AppendParams params) {
@@ -115,9 +121,8 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) AppendKernel(const __grid_co
   const KvCache& cache = params.cache;
   const RopeParams& rope = params.rope;
   const int64_t pairs = rope.dim / 2;
-  const int64_t row_width = cache.head_dim > cache.value_dim ? cache.head_dim : cache.value_dim;
   SinCos* s_turns = reinterpret_cast<SinCos*>(s_dynamic);
-  float* s_row = reinterpret_cast<float*>(s_turns + pairs) + threadIdx.x / kWarp * row_width;
+  float* s_row = reinterpret_cast<float*>(s_turns + pairs) + threadIdx.x / kWarp * RowWidth(params);
 
   for (int64_t token = blockIdx.x; token < params.seqs.num_tokens; token += gridDim.x) {
     __syncthreads();  // the previous token's owner and turns have been read

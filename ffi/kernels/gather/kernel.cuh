@@ -12,10 +12,11 @@ namespace turboattn::gather {
 
 // One of the two arrays that a token is read from.
 struct Side {
-  const void* pool;    // [L,N,K,P,width] kv dtype
+  const void* pool;    // [L,N,K,P,pool_width] kv dtype
   const void* params;  // as KvCache::key_params
+  int64_t pool_width;  // D or Dv
   void* out;           // [B,M*P,K,width] out dtype
-  int64_t width;       // D or Dv
+  int64_t width;       // pool_width; less where the values are the first columns of the keys
 };
 
 // Elements d .. d + 7 of row `row` of [L,N,K,P], as float32. fp8 values are rounded straight to Out, the others are E values.
@@ -29,10 +30,10 @@ __device__ inline void DecodeChunk(const Side& side, int64_t row, int64_t layer_
     scale = {ToFloat(params[0]), ToFloat(params[1])};
   }
   if constexpr (kKv == DType::kInt4) {
-    const uint32_t packed = static_cast<const uint32_t*>(side.pool)[(row * side.width + d) / kChunk];
+    const uint32_t packed = static_cast<const uint32_t*>(side.pool)[(row * side.pool_width + d) / kChunk];
     for (int e = 0; e < kChunk; ++e) x[e] = DecodeCode<E>(packed >> Int4Shift(e) & 0xf, scale);
   } else {
-    const auto chunk = LoadChunk<Element<kKv>>(side.pool, row * side.width + d);
+    const auto chunk = LoadChunk<Element<kKv>>(side.pool, row * side.pool_width + d);
     for (int e = 0; e < kChunk; ++e) {
       if constexpr (kKv == DType::kInt8) {
         x[e] = DecodeCode<E>(chunk.e[e], scale);
@@ -51,7 +52,8 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) GatherKernel(const __grid_co
   using Out = typename Traits::Out;
   const KvCache& cache = params.cache;
   const int64_t positions = params.seqs.max_pages * cache.page_size;  // a sequence
-  const int64_t rows = cache.num_kv_heads * (params.value != nullptr ? 2 : 1);
+  const int64_t rows = 2 * cache.num_kv_heads;
+  const bool shared_value = cache.value == nullptr;
   for (int64_t item = blockIdx.x; item < params.seqs.batch * positions; item += gridDim.x) {
     // Which slot: the same for the whole block. Entries past kv_len are never dereferenced.
     const int64_t b = item / positions, position = item % positions;
@@ -61,8 +63,9 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) GatherKernel(const __grid_co
     for (int64_t r = threadIdx.x / kWarp; r < rows; r += blockDim.x / kWarp) {
       const bool is_key = r < cache.num_kv_heads;
       const int64_t head = is_key ? r : r - cache.num_kv_heads;
-      const Side side = is_key ? Side{cache.key, cache.key_params, params.key, cache.head_dim}
-                               : Side{cache.value, cache.value_params, params.value, cache.value_dim};
+      const Side side = is_key         ? Side{cache.key, cache.key_params, cache.head_dim, params.key, cache.head_dim}
+                        : shared_value ? Side{cache.key, cache.key_params, cache.head_dim, params.value, cache.value_dim}
+                                       : Side{cache.value, cache.value_params, cache.value_dim, params.value, cache.value_dim};
       for (int64_t d = threadIdx.x % kWarp * kChunk; d < side.width; d += kWarp * kChunk) {
         float x[kChunk] = {};
         if (page != kUnmapped) {

@@ -13,7 +13,7 @@ namespace turboattn::gather {
 template <class Traits>
 cudaError_t LaunchTo(const GatherParams& params, cudaStream_t stream) {
   const int64_t items = params.seqs.batch * params.seqs.max_pages * params.cache.page_size;
-  const int64_t rows = params.cache.num_kv_heads * (params.value != nullptr ? 2 : 1);
+  const int64_t rows = 2 * params.cache.num_kv_heads;
   if (items == 0 || rows == 0) return cudaSuccess;  // an empty grid is an error
   if (params.cache.head_dim % kChunk != 0 || params.cache.value_dim % kChunk != 0) return cudaErrorInvalidValue;
   const int blocks = static_cast<int>(std::min<int64_t>(items, INT_MAX));
