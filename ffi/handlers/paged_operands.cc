@@ -30,7 +30,7 @@ KvCache ReadCache(Operands& operands, std::string_view kv_dtype, DType dtype, in
   cache.value_dim = shared_value ? value_dim : operands.size('e') * packing;
   if (!operands.ok()) return cache;
   if (cache.page_size == 0) operands.Fail("key_cache must have pages of at least one token");
-  if (packing == 2 && (cache.head_dim % 8 != 0 || cache.value_dim % 8 != 0)) {
+  if (packing == 2 && (cache.head_dim % 8 != 0 || (!shared_value && cache.value_dim % 8 != 0))) {
     operands.Fail("key_cache and value_cache must hold a multiple of 8 elements a row for int4, got " + std::to_string(cache.head_dim) + " and " +
                   std::to_string(cache.value_dim));
   }
