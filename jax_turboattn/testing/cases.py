@@ -81,7 +81,7 @@ class Values:
     lens: str = "random"  # see `_packed_lengths`, `_decode_lengths`, `_dense_lengths`
     data: str = "normal"  # see `_tensors`
     poison: str = "nan"
-    extreme: str = ""  # "huge_sinks", "tiny_sinks", "unmapped", "far_positions", "wild_layer", "dead_left"
+    extreme: str = ""  # "huge_sinks", "tiny_sinks", "unmapped", "far_positions", "wild_layer"
     seed: int = 0
     cp_rank: int = 0
 
@@ -158,6 +158,11 @@ def _tensors(
     elif kind == "nan_rows":
         bad = rng.random((2, *kv, K)) < 0.02
         key[bad[0]], value[bad[1]] = np.nan, np.inf
+    elif kind == "outliers":  # rows that hold E's largest numbers, both signs where their difference stays finite
+        top = float(ml_dtypes.finfo(dtype).max)
+        key[..., 0], value[..., -1] = top, -top
+        if spec.dtype == "float16":
+            key[..., 1], value[..., 1] = -top, top
     elif kind == "constant_rows":
         key[:] = np.round(key[..., :1])
         value[:] = 0.25 * np.round(value[..., :1])
@@ -187,7 +192,7 @@ def _head_options(spec: Spec, values: Values, rng: np.random.Generator) -> dict[
     if "alibi_slopes" in spec.arrays:
         found["alibi_slopes"] = np.exp2(-rng.uniform(0, 6, H)).astype(np.float32)
     if "local_window_size" in spec.arrays:
-        sides = [int(rng.choice([-1, 0, 1, 3, 15, 16, 17, 64])) for _ in range(2)]
+        sides = rng.choice([-1, 0, 1, 3, 7, 15, 16, 17, 31, 62, 63, 64, 1000, INT32_MAX], 2)
         found["local_window_size"] = np.array(sides, np.int32)
     return found
 
@@ -643,6 +648,7 @@ def _attention_specs() -> list[Spec]:
             tags="sinks",
             **cross,
         ),
+        _spec(op, "single", B=1, T=1, S=1, is_causal=True),
         _spec(op, "no_keys", B=2, T=5, S=0),
         _spec(op, "no_queries", B=2, T=0, S=5),
         _spec(op, "no_batch", B=0, T=3, S=3),
@@ -719,6 +725,7 @@ def _paged_specs() -> list[Spec]:
         _spec(
             op, "cp8_int8", cp_size=8, kv_dtype="int8", P=8, M=3, hints=dict(out_dtype="float32"), tags="cp quantised"
         ),
+        _spec(op, "cp8", cp_size=8, P=8, M=3, dtype="float32", tags="cp"),
         _spec(op, "invariant", hints=dict(batch_invariant=True, max_q_len=1)),
         _spec(op, "mla", scale=0.125, **_MLA),
         _spec(op, "mla_int8", kv_dtype="int8", tags="quantised", scale=0.125, **_MLA),
@@ -850,8 +857,7 @@ def _step_specs() -> list[Spec]:
     half, inter = RopeConfig(dim=64), RopeConfig(dim=64, pairing="interleaved")
     configs = ropes()
     specs = [
-        _spec(op, f"group{h // k}", _BIAS, heads=(h, k), dim=64 if h < 16 else 32, B=3, T=20, M=4)
-        for h, k in GROUPS[1::3]
+        _spec(op, f"group{h // k}", _BIAS, heads=(h, k), dim=64 if h < 16 else 32, B=3, T=20, M=4) for h, k in GROUPS
     ]
     specs += [
         _spec(op, "plain", tags="core vmap"),
@@ -953,7 +959,9 @@ def _chosen(spec: Spec) -> tuple[Values, ...]:
     elif spec.op in ("gather_kv", "copy_pages"):
         chosen = _values("random normal nan", "boundary mixture inf", "full normal nan unmapped")
         if spec.op == "gather_kv":
-            chosen += _values("wild normal nan", *(["random nan_rows nan"] if "quantised" in tags else []))
+            chosen += _values(
+                "wild normal nan", *(["random nan_rows nan", "full outliers nan"] if "quantised" in tags else [])
+            )
     elif spec.op == "paged_decode":
         chosen = _DECODE + (_DECODE_CORE if "core" in tags else ())
     else:
@@ -963,11 +971,13 @@ def _chosen(spec: Spec) -> tuple[Values, ...]:
     if "quantised" in tags and spec.op not in ("gather_kv", "copy_pages"):
         chosen += _QUANTISED
         if spec.op == "append_kv":
-            chosen += _values("prefill mixture nan", "prefill denormal nan", "prefill nan_rows inf")
+            chosen += _values(
+                "prefill mixture nan", "prefill denormal nan", "prefill outliers nan", "prefill nan_rows inf"
+            )
     if "sinks" in tags:
         chosen += _SINKS
     if "traced_window" in tags:
-        chosen += tuple(dataclasses.replace(v, name=f"{v.name}-{i}", seed=i) for i in range(1, 3) for v in chosen[:3])
+        chosen += tuple(dataclasses.replace(v, name=f"{v.name}-{i}", seed=i) for i in range(1, 5) for v in chosen[:3])
     if "layer" in tags and spec.op != "copy_pages":
         chosen += _LAYER
     if spec.op == "append_kv" and "positions" in spec.arrays:
