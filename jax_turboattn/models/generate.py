@@ -17,8 +17,8 @@ CONTEXT = 1024  # what the shipped model was trained on, in bytes
 PAGE_SIZE = 16
 DEFAULT_PROMPTS = (
     "def read_lines(path):",
-    "import os\nimport sys\n\n\nclass Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
-    "try:\n    ",
+    "import os\nimport sys\n\ndef main():\n    parser = argparse.ArgumentParser(",
+    'class LineReader:\n    """',
 )
 
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=128, help="bytes to add to each (default %(default)s)")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="type of the cache (default %(default)s)")
     parser.add_argument("--implementation", help="of the attention: cuda, cpu, pallas or xla (default: the best here)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.6, help="0 is greedy (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the draws at a temperature (default %(default)s)")
     parser.add_argument("--stats", action="store_true", help="print counts and speed at the end")
 

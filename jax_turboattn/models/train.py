@@ -3,7 +3,8 @@
     python -m jax_turboattn.models.train --minutes 8 --out DIR
 
 writes DIR/python_bytes.safetensors (the best held-out weights so far, bf16) and DIR/training.json about once a minute.
-`--evaluate FILE` only prints the held-out loss of a weights file beside gzip, xz and an order-5 count model.
+`--evaluate [FILE]` only prints the held-out loss of a weights file (default: the shipped one) beside gzip, xz and an
+order-5 count model.
 
 Float32 master weights, bf16 compute, AdamW. The learning rate follows a cosine over the time that is left, so that any
 machine ends its schedule in the minutes it was given. An average of the weights over the last steps is what is
@@ -226,7 +227,7 @@ def train(args: argparse.Namespace) -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     training, held_out = corpus.python_sources()
-    graph, params = nnx.split(weights.load(args.evaluate))
+    graph, params = nnx.split(weights.load(args.evaluate, dtype=jnp.float32))
     bits = held_out_bits(graph, params, held_out, args.context, args.batch)
     print_table(bits, corpus.baselines(training, held_out))
 
@@ -241,7 +242,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m jax_turboattn.models.train", description=__doc__.split("\n")[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--out", metavar="DIR", help="train, and write weights and record here")
-    what.add_argument("--evaluate", metavar="FILE", help="only evaluate these weights")
+    what.add_argument(
+        "--evaluate",
+        metavar="FILE",
+        nargs="?",
+        const=weights.shipped(),
+        help="only evaluate these weights (or the shipped)",
+    )
     parser.add_argument("--minutes", type=float, default=8.0, help="wall-clock time in all (default %(default)s)")
     parser.add_argument("--every", type=float, default=60.0, help="seconds between evaluations (default %(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="sequences a step (default %(default)s)")

@@ -35,7 +35,7 @@ def test_seed_and_temperature(capsys):
 
     assert text("--temperature", "1.5", "--seed", "1") == text("--temperature", "1.5", "--seed", "1")
     assert text("--temperature", "1.5", "--seed", "1") != text("--temperature", "1.5", "--seed", "2")
-    assert text("--seed", "1") == text("--seed", "2")
+    assert text("--temperature", "0", "--seed", "1") == text("--temperature", "0", "--seed", "2")
 
 
 ERRORS = [

@@ -9,9 +9,8 @@ pytest.importorskip("flax")
 
 from flax import nnx
 
-from jax_turboattn import PagedKVCache, RopeConfig
+from jax_turboattn import PagedKVCache, RopeConfig, apply_rope
 from jax_turboattn.nn import TurboAttention
-from jax_turboattn import apply_rope
 
 FEATURES, HEADS, KV_HEADS, HEAD_DIM, PAGE = 48, 4, 2, 16, 8
 
