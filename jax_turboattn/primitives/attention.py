@@ -43,15 +43,19 @@ attention_p = define(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention(spec: AttnSpec, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(out [B, T, H, Dv], lse float32 [B, T, H]); differentiable in its floating operands."""
+    return _attention(spec, *attention_vjp.alike(operands))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(spec, *operands):
     out, lse = attention_p.bind(*operands, spec=spec)
     return out, lse
 
 
 def _forward(spec, *operands):
-    out, lse = attention(spec, *operands)
+    out, lse = _attention(spec, *operands)
     return (out, lse), (operands, out, lse)
 
 
@@ -61,4 +65,4 @@ def _backward(spec, residuals, cotangents):
     return tuple(grads.get(name) for name in spec.operands)
 
 
-attention.defvjp(_forward, _backward)
+_attention.defvjp(_forward, _backward)

@@ -28,6 +28,21 @@ MIN_BLOCK, MAX_BLOCK = 16, 512
 _dot = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
+def alike(operands: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The operands, all varying over the mesh axes that any of them varies over under shard_map.
+
+    Applied above a custom_vjp: its cotangents then vary alike, and that of an operand that was the same on every device
+    is summed over the devices by the transpose of this cast.
+    """
+    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands))
+
+    def cast(x):
+        missing = varying - jax.typeof(x).manual_axis_type.varying
+        return lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+    return tuple(cast(x) for x in operands)
+
+
 def backward(
     spec: AttnSpec,
     operands: dict[str, jax.Array],
@@ -40,7 +55,7 @@ def backward(
 
     Args:
       spec: of op attention or ragged_attention.
-      operands: the primitive's, by name.
+      operands: the primitive's, by name, after `alike`.
       out, lse: its results. dout, dlse: their cotangents.
     """
     if spec.op == "attention":
@@ -151,7 +166,7 @@ def _backward(spec: AttnSpec, operands, rows: xla.Rows, out, lse, dout, dlse) ->
 
     grads = _Grads(
         q=jnp.zeros_like(queries.q, jnp.float32),
-        slopes=None if slopes is None else jnp.zeros((kv_heads, heads // kv_heads), jnp.float32),
+        slopes=None if slopes is None else jnp.zeros_like(slopes).reshape(kv_heads, heads // kv_heads),
         bias=None if bias is None else jnp.zeros_like(bias, jnp.float32),
     )
     grads, (dk, dv) = lax.scan(key_block, grads, keys)

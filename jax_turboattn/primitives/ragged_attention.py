@@ -37,15 +37,19 @@ ragged_attention_p = define(
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ragged_attention(spec: AttnSpec, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(out [T, H, Dv], lse float32 [T, H]); differentiable in its floating operands."""
+    return _ragged_attention(spec, *attention_vjp.alike(operands))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ragged_attention(spec, *operands):
     out, lse = ragged_attention_p.bind(*operands, spec=spec)
     return out, lse
 
 
 def _forward(spec, *operands):
-    out, lse = ragged_attention(spec, *operands)
+    out, lse = _ragged_attention(spec, *operands)
     return (out, lse), (operands, out, lse)
 
 
@@ -55,4 +59,4 @@ def _backward(spec, residuals, cotangents):
     return tuple(grads.get(name) for name in spec.operands)
 
 
-ragged_attention.defvjp(_forward, _backward)
+_ragged_attention.defvjp(_forward, _backward)
