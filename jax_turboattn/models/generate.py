@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from typing import TextIO
 
 import jax
+import jax.numpy as jnp
 
+from .. import explain
 from . import corpus, weights
+from .decoder import Decoder
 from .serve import Server
 
 KV_DTYPES = {"bf16": "bfloat16", "int8": "int8", "int4": "int4"}
@@ -78,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         print("--- statistics")
         for name, value in {
             "device": jax.devices()[0].device_kind,
-            "implementation": args.implementation or "the best here",
+            "implementation": _implementation(decoder, server),
             "cache": f"{args.kv_dtype}, {server.cache.nbytes_per_token} bytes a token",
             "pages": f"{stats.peak_pages} of {server.cache.num_pages} in use at most, {PAGE_SIZE} tokens each",
             "steps": stats.steps,
@@ -88,6 +92,14 @@ def run(args: argparse.Namespace) -> int:
         }.items():
             print(f"{name:<15} {value}")
     return 0
+
+
+def _implementation(decoder: Decoder, server: Server) -> str:
+    """What the attention of the server's steps runs on."""
+    i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    cache = jax.eval_shape(lambda cache: cache, server.cache)
+    candidates = explain(decoder.paged, i32((1,)), cache, i32((1, 1)), i32((1,)), i32((2,)))
+    return next(candidate.implementation for candidate in candidates if candidate.chosen)
 
 
 class ProgressLine:

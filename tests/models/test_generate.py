@@ -14,15 +14,17 @@ def generate(*arguments):
     return main(["generate", "--max-tokens", "12", *arguments])
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "int4"])
-def test_completes_prompts_of_different_lengths(capsys, kv_dtype):
-    arguments = ["--prompt", "def read_lines(path):", "--prompt", "x", "--kv-dtype", kv_dtype, "--stats"]
+@pytest.mark.parametrize("kv_dtype, implementation", [("bf16", "cpu"), ("int8", "xla"), ("int4", "cpu")])
+def test_completes_prompts_of_different_lengths(capsys, kv_dtype, implementation):
+    arguments = ["--prompt", "def read_lines(path):", "--prompt", "x", "--stats"]
+    arguments += ["--kv-dtype", kv_dtype, "--implementation", implementation]
     assert generate(*arguments) == 0
     printed, progress = capsys.readouterr()
     assert "--- 1: 21 bytes and" in printed and "\ndef read_lines(path):" in printed
     assert "--- 2: 1 bytes and" in printed
     assert "tokens/s" in progress
     assert f"{kv_dtype}, " in printed and "new tokens" in printed
+    assert f"implementation  {implementation}\n" in printed
     assert generate(*arguments) == 0
     again, _ = capsys.readouterr()
     assert again.split("--- statistics")[0] == printed.split("--- statistics")[0]
