@@ -729,6 +729,7 @@ def _paged_specs() -> list[Spec]:
         _spec(op, "invariant", hints=dict(batch_invariant=True, max_q_len=1)),
         _spec(op, "mla", scale=0.125, **_MLA),
         _spec(op, "mla_int8", kv_dtype="int8", tags="quantised", scale=0.125, **_MLA),
+        _spec(op, "mla_int4", kv_dtype="int4", scale=0.125, tags="quantised", **_MLA),
         _spec(op, "tree", "tree_mask", Q=6),
         _spec(op, "tree_window", "tree_mask", Q=4, local_window_size=(11, 0), dtype="float32"),
         _spec(op, "prefix", prefix=3),
@@ -834,6 +835,9 @@ def _append_specs() -> list[Spec]:
         _spec(op, "cp2", "read_only_pages", cp_size=2, P=8, tags="cp"),
         _spec(op, "cp3_int4", cp_size=3, kv_dtype="int4", tags="cp quantised"),
         _spec(op, "mla", **_MLA),
+        _spec(op, "mla_int8", kv_dtype="int8", tags="quantised", **_MLA),
+        _spec(op, "mla_int4", kv_dtype="int4", tags="quantised", **_MLA),
+        _spec(op, "mla_fp8", kv_dtype="float8_e4m3fn", tags="quantised", **_MLA),
         _spec(op, "page256", P=256, M=1, B=2, dim=32),
         _spec(op, "no_rows", B=2, T=0, M=2),
         _spec(op, "no_pages", B=2, T=4, M=0),
@@ -900,6 +904,7 @@ def _step_specs() -> list[Spec]:
         _spec(op, "cp2", rope=half, cp_size=2, hints=dict(out_dtype="float32"), tags="rope cp"),
         _spec(op, "value_dim", _BIAS, dim=80, value_dim=112, heads=(5, 1)),
         _spec(op, "mla", rope=RopeConfig(dim=8, offset=64, pairing="interleaved"), tags="rope", scale=0.125, **_MLA),
+        _spec(op, "mla_int8", kv_dtype="int8", scale=0.125, tags="quantised", **_MLA),
         _spec(op, "tree", "tree_mask positions", rope=half, Q=5, tags="rope"),
         _spec(op, "prefix", rope=half, prefix=2, dtype="float32", tags="rope"),
     ]
@@ -919,6 +924,7 @@ def _gather_specs() -> list[Spec]:
         _spec(op, "fp8_float16", kv_dtype="float8_e4m3fn", dtype="float16", out_dtype="float16", tags="quantised"),
         _spec(op, "layer", L=2, kv_dtype="int8", tags="layer quantised"),
         _spec(op, "mla", **_MLA),
+        _spec(op, "mla_int4", kv_dtype="int4", tags="quantised", **_MLA),
     ]
 
 
@@ -930,7 +936,7 @@ def _copy_specs() -> list[Spec]:
         _spec(op, "int8", kv_dtype="int8", tags="quantised", **sizes),
         _spec(op, "int4_layer", "layer", kv_dtype="int4", L=2, tags="layer quantised", **sizes),
         _spec(op, "fp8_all_layers", kv_dtype="float8_e4m3fn", L=2, tags="quantised", **sizes),
-        _spec(op, "mla", **{**_MLA, "dim": 40, "value_dim": 32}, T=9, B=3, M=4),
+        _spec(op, "mla_int8", kv_dtype="int8", tags="quantised", **{**_MLA, "dim": 40, "value_dim": 32}, T=9, B=3, M=4),
     ]
 
 
