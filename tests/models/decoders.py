@@ -32,6 +32,10 @@ def small_decoder(implementation="xla", **changes):
     """Random, with an embedding large enough that the logits differ from token to token."""
     decoder = Decoder(dataclasses.replace(SMALL, **changes), implementation=implementation, rngs=nnx.Rngs(0))
     decoder.embedding[...] = decoder.embedding[...] * 50
+    for i, name in enumerate(("q_bias", "k_bias", "v_bias", "o_bias")):
+        bias = getattr(decoder.layers.attention, name)
+        if bias is not None:
+            bias[...] = 0.3 * jax.random.normal(jax.random.key(i), bias.shape)
     return decoder
 
 

@@ -40,7 +40,8 @@ def test_the_safetensors_package_reads_our_files_and_we_read_its(tmp_path):
     for name, array in arrays.items():
         np.testing.assert_array_equal(array, ours[name])
     numpy_format.save_file(arrays, tmp_path / "theirs.safetensors", metadata)
-    np.testing.assert_array_equal(full(weights.load(tmp_path / "theirs.safetensors"), TOKENS), full(decoder, TOKENS))
+    again = weights.load(tmp_path / "theirs.safetensors", implementation="xla")
+    np.testing.assert_array_equal(full(again, TOKENS), full(decoder, TOKENS))
 
 
 def hugging_face_files(decoder, directory, head=True):
@@ -97,6 +98,51 @@ def test_hugging_face_names(tmp_path, changes):
     again = weights.load_hf(tmp_path, implementation="xla")
     assert again.config == decoder.config
     np.testing.assert_allclose(full(again, TOKENS), full(decoder, TOKENS), rtol=1e-6, atol=1e-6)
+
+
+def llama_by_hand(arrays, config, tokens):
+    """Logits [T, V] of a Llama with Hugging Face's names, numpy float64, written from the model's definition."""
+    arrays = {name: array.astype(np.float64) for name, array in arrays.items()}
+    count, dim = len(tokens), config.head_dim
+
+    def norm(x, name):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * arrays[name]
+
+    def linear(x, name):
+        return x @ arrays[name + ".weight"].T + arrays.get(name + ".bias", 0.0)
+
+    frequency = config.rope.base ** (-np.arange(0, dim, 2) / dim)
+    angle = np.tile(np.arange(count)[:, None] * frequency, 2)[:, None]  # [T, 1, D]
+
+    def rotate(x):
+        turned = np.concatenate([-x[..., dim // 2 :], x[..., : dim // 2]], -1)
+        return x * np.cos(angle) + turned * np.sin(angle)
+
+    x = arrays["model.embed_tokens.weight"][tokens]
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}."
+        y = norm(x, layer + "input_layernorm.weight")
+        q, k, v = (linear(y, f"{layer}self_attn.{n}_proj").reshape(count, -1, dim) for n in "qkv")
+        q, k = rotate(q), rotate(k)
+        k, v = (np.repeat(z, config.num_heads // config.num_kv_heads, axis=1) for z in (k, v))
+        scores = np.einsum("thd,shd->hts", q, k) / np.sqrt(dim)
+        scores = np.where(np.tri(count, dtype=bool), scores, -np.inf)
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        out = np.einsum("hts,shd->thd", p, v).reshape(count, -1)
+        x = x + linear(out, layer + "self_attn.o_proj")
+        y = norm(x, layer + "post_attention_layernorm.weight")
+        gate = linear(y, layer + "mlp.gate_proj")
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, layer + "mlp.up_proj"), layer + "mlp.down_proj")
+    return norm(x, "model.norm.weight") @ arrays["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied": False, "attention_bias": True}], ids=str)
+def test_decoder_is_a_llama(tmp_path, changes):
+    decoder = small_decoder(**changes)
+    arrays = hugging_face_files(decoder, tmp_path)
+    expected = llama_by_hand(arrays, decoder.config, TOKENS[0])
+    np.testing.assert_allclose(full(weights.load_hf(tmp_path), TOKENS)[0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_hugging_face_files_that_do_not_fit(tmp_path):
