@@ -6,7 +6,6 @@ import argparse
 import functools
 import sys
 import time
-from typing import TextIO
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from .. import explain
 from . import corpus, weights
 from .decoder import Decoder
-from .serve import Server
+from .serve import ProgressLine, Server
 
 KV_DTYPES = {"bf16": "bfloat16", "int8": "int8", "int4": "int4"}
 CONTEXT = 1024  # what the shipped model was trained on, in bytes
@@ -100,30 +99,3 @@ def _implementation(decoder: Decoder, server: Server) -> str:
     cache = jax.eval_shape(lambda cache: cache, server.cache)
     candidates = explain(decoder.paged, i32((1,)), cache, i32((1, 1)), i32((1,)), i32((2,)))
     return next(candidate.implementation for candidate in candidates if candidate.chosen)
-
-
-class ProgressLine:
-    """One line about a server: rewritten in place on a terminal, elsewhere printed every few seconds and at the end."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-        self._period = 0.1 if stream.isatty() else 5.0
-        self._next = time.monotonic() + self._period
-
-    def __call__(self, server: Server) -> None:
-        if time.monotonic() >= self._next:
-            self._write(server, last=False)
-            self._next = time.monotonic() + self._period
-
-    def end(self, server: Server) -> None:
-        self._write(server, last=True)
-
-    def _write(self, server, last):
-        stats = server.stats
-        text = (
-            f"step {stats.steps} · running {server.num_running} · waiting {server.num_waiting} · "
-            f"{stats.prefill_tokens} prompt + {stats.new_tokens} new tokens · {stats.tokens_per_second:.0f} tokens/s"
-        )
-        terminal = self._stream.isatty()
-        self._stream.write(("\r\x1b[K" if terminal else "") + text + ("\n" if last or not terminal else ""))
-        self._stream.flush()

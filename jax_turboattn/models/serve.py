@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -359,6 +359,33 @@ class Server:
             max_q_len=1 if rows == batch else rows,
         )
         return np.asarray(sampled)
+
+
+class ProgressLine:
+    """One line about a server: rewritten in place on a terminal, elsewhere printed every few seconds and at the end."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._period = 0.1 if stream.isatty() else 5.0
+        self._next = time.monotonic() + self._period
+
+    def __call__(self, server: Server) -> None:
+        if time.monotonic() >= self._next:
+            self._write(server, last=False)
+            self._next = time.monotonic() + self._period
+
+    def end(self, server: Server) -> None:
+        self._write(server, last=True)
+
+    def _write(self, server, last):
+        stats = server.stats
+        text = (
+            f"step {stats.steps} · running {server.num_running} · waiting {server.num_waiting} · "
+            f"{stats.prefill_tokens} prompt + {stats.new_tokens} new tokens · {stats.tokens_per_second:.0f} tokens/s"
+        )
+        terminal = self._stream.isatty()
+        self._stream.write(("\r\x1b[K" if terminal else "") + text + ("\n" if last or not terminal else ""))
+        self._stream.flush()
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "max_q_len"), donate_argnames=("cache",))
