@@ -9,6 +9,11 @@
 #include "kernels/common/dtypes.h"
 #include "kernels/common/kv_codec.h"
 
+// Tests build with 256 and 128, to run here what machines with narrower vectors would.
+#if !defined(TURBOATTN_WIDEST_VECTOR)
+#define TURBOATTN_WIDEST_VECTOR 512
+#endif
+
 #define TA_INLINE static inline __attribute__((always_inline))
 
 namespace turboattn::cpu {
@@ -78,11 +83,11 @@ constexpr int kGemmRows = 6, kGemmVectors = 4;  // 24 accumulators + 4 + 1 of 32
 namespace turboattn::cpu {
 TakeBlock SelectTakeBlock() {
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl")) {
+  if (TURBOATTN_WIDEST_VECTOR >= 512 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     return avx512::Take;
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::Take;
+  if (TURBOATTN_WIDEST_VECTOR >= 256 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::Take;
   return baseline::Take;
 }
 }  // namespace turboattn::cpu
