@@ -18,7 +18,6 @@
 
 namespace turboattn::cpu {
 typedef float Vec4 __attribute__((vector_size(16)));
-typedef int32_t IVec4 __attribute__((vector_size(16)));
 typedef float Vec8 __attribute__((vector_size(32)));
 typedef int32_t IVec8 __attribute__((vector_size(32)));
 }  // namespace turboattn::cpu
@@ -43,8 +42,12 @@ constexpr int kGemmRows = 4, kGemmVectors = 2;  // 8 accumulators + 2 + 1 of 16 
 #include "kernels/cpu/attention_tile.inl"
 }  // namespace turboattn::cpu::baseline
 
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,bmi2"))), apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,bmi2")
+#endif
 namespace turboattn::cpu::avx2 {
 constexpr int kLanes = 8;
 typedef float Vec __attribute__((vector_size(32)));
@@ -58,10 +61,18 @@ TA_INLINE Vec4 Fold(Vec v, Op op) {
 constexpr int kGemmRows = 6, kGemmVectors = 2;  // 12 accumulators + 2 + 1 of 16 registers
 #include "kernels/cpu/attention_tile.inl"
 }  // namespace turboattn::cpu::avx2
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
 #pragma GCC pop_options
+#endif
 
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2"))), apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2,prefer-vector-width=512")
+#endif
 namespace turboattn::cpu::avx512 {
 constexpr int kLanes = 16;
 typedef float Vec __attribute__((vector_size(64)));
@@ -78,7 +89,11 @@ TA_INLINE Vec4 Fold(Vec v, Op op) {
 constexpr int kGemmRows = 6, kGemmVectors = 4;  // 24 accumulators + 4 + 1 of 32 registers
 #include "kernels/cpu/attention_tile.inl"
 }  // namespace turboattn::cpu::avx512
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
 #pragma GCC pop_options
+#endif
 
 namespace turboattn::cpu {
 TakeBlock SelectTakeBlock() {

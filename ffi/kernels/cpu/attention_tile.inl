@@ -29,14 +29,16 @@ TA_INLINE bool Any(IVec mask) {
   return any != 0;
 }
 
+TA_INLINE Vec4 ZipLow(Vec4 a, Vec4 b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
+TA_INLINE Vec4 ZipHigh(Vec4 a, Vec4 b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
+
 // Sums of four vectors, one a lane.
 TA_INLINE Vec4 Sum4(Vec a, Vec b, Vec c, Vec d) {
   const auto add = [](auto x, auto y) { return x + y; };
   const Vec4 a4 = Fold(a, add), b4 = Fold(b, add), c4 = Fold(c, add), d4 = Fold(d, add);
-  const IVec4 low = {0, 4, 1, 5}, high = {2, 6, 3, 7};
-  const Vec4 ab = __builtin_shuffle(a4, b4, low) + __builtin_shuffle(a4, b4, high);  // a02 b02 a13 b13
-  const Vec4 cd = __builtin_shuffle(c4, d4, low) + __builtin_shuffle(c4, d4, high);
-  return __builtin_shuffle(ab, cd, IVec4{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, IVec4{2, 3, 6, 7});
+  const Vec4 ab = ZipLow(a4, b4) + ZipHigh(a4, b4);  // a02 b02 a13 b13
+  const Vec4 cd = ZipLow(c4, d4) + ZipHigh(c4, d4);
+  return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 }
 
 // e^x for x <= 88, 2 ulp; below -87.3 it is 0; NaN stays NaN. e^x = 2^n e^r with r in [-ln2/2, ln2/2], e^r = 1 + r + r^2 q(r), q of degree 4 with
@@ -319,15 +321,13 @@ static void Dot(int rows, int64_t width, const float* query, const float* const*
 // key_t[d, j] = keys[j][d], in squares of 4. `keys` has kBlockKeys valid addresses up to the next multiple of 4 of count; columns past it keep what
 // they held, and their scores are never used.
 static void Transpose(int64_t width, const float* const* keys, int count, float* key_t) {
-  const IVec4 low = {0, 4, 1, 5}, high = {2, 6, 3, 7};
   for (int j = 0; j < count; j += 4) {
     for (int64_t d = 0; d < width; d += 4) {
       Vec4 row[4];
       for (int i = 0; i < 4; ++i) std::memcpy(&row[i], keys[j + i] + d, sizeof(row[i]));
-      const Vec4 even_low = __builtin_shuffle(row[0], row[2], low), even_high = __builtin_shuffle(row[0], row[2], high);
-      const Vec4 odd_low = __builtin_shuffle(row[1], row[3], low), odd_high = __builtin_shuffle(row[1], row[3], high);
-      const Vec4 column[4] = {__builtin_shuffle(even_low, odd_low, low), __builtin_shuffle(even_low, odd_low, high),
-                              __builtin_shuffle(even_high, odd_high, low), __builtin_shuffle(even_high, odd_high, high)};
+      const Vec4 even_low = ZipLow(row[0], row[2]), even_high = ZipHigh(row[0], row[2]);
+      const Vec4 odd_low = ZipLow(row[1], row[3]), odd_high = ZipHigh(row[1], row[3]);
+      const Vec4 column[4] = {ZipLow(even_low, odd_low), ZipHigh(even_low, odd_low), ZipLow(even_high, odd_high), ZipHigh(even_high, odd_high)};
       for (int i = 0; i < 4; ++i) std::memcpy(key_t + (d + i) * kBlockKeys + j, &column[i], sizeof(column[i]));
     }
   }
