@@ -399,11 +399,50 @@ class Conformance:
         for i in range(200):
             spec = cases.random_shape(rng, specs[rng.integers(len(specs))])
             case = cases.Case(spec, cases.random_values(rng, spec, f"nightly{i}"))
+            print(case.spec, case.values)
             call = cases.build(case)
             result = to_numpy(
                 jax.jit(function(spec, self.implementation))({n: to_jax(x) for n, x in call.arrays.items()})
             )
             check(case, call, result, self.implementation)
+
+    @pytest.mark.nightly
+    def test_offsets_beyond_int32(self):
+        """A pool of more than 2^31 elements: its last pages are written and read where they are."""
+        if os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") < 10 << 30:
+            pytest.skip("needs 10 GiB of free memory")
+        P, D, q_len = 256, 128, 600
+        num_pages = 2**31 // (P * D) + 3
+        table = np.array([[num_pages - 1, num_pages - 3, num_pages - 2]], np.int32)
+        rng = np.random.default_rng(11)
+        query, key, value = (rng.standard_normal((q_len, h, D)).astype(cases.DTYPES["bfloat16"]) for h in (2, 1, 1))
+        lengths = dict(kv_lens=np.array([q_len], np.int32), q_offsets=np.array([0, q_len], np.int32))
+        kept = slice(q_len - 40, q_len)  # rows compared: each costs the golden its 600 keys
+
+        def step(cache, arrays):
+            attention = functools.partial(jax_turboattn.paged_attention_step, implementation=self.implementation)
+            (out, lse), cache = attention(cache=cache, **arrays, return_residual=True)
+            read = functools.partial(jax_turboattn.gather_kv, implementation=self.implementation)
+            return out[kept], lse[kept], cache, read(cache, arrays["page_table"], arrays["kv_lens"])
+
+        arrays = dict(query=query, key=key, value=value, page_table=table, **lengths)
+        cache = jax_turboattn.PagedKVCache.create(num_pages, 1, D, page_size=P, dtype="int8")
+        donating = jax.jit(step, donate_argnums=0)
+        out, lse, _, gathered = donating(cache, {n: to_jax(x) for n, x in arrays.items()})
+        small = golden.Cache(
+            *(np.zeros((3, 1, P, D), np.uint8) for _ in range(2)),
+            *(np.zeros((3, 1, P, 2), cases.DTYPES["bfloat16"]) for _ in range(2)),
+            "int8",
+            D,
+        )
+        arrays |= dict(page_table=np.array([[2, 0, 1]], np.int32))
+        want, written = golden.paged_attention_step(cache=small, **arrays)
+        base, _ = golden.paged_attention_step(cache=small, **arrays, baseline=True)
+        rows = [dataclasses.replace(r, **{f: x[kept] for f, x in vars(r).items()}) for r in (want, base)]
+        tolerances.check_attention("beyond int32", np.asarray(out), np.asarray(lse), *rows)
+        stored = golden.gather_kv(written, arrays["page_table"], arrays["kv_lens"])
+        for name, got, expected in zip(("key", "value"), to_numpy(gathered), stored, strict=True):
+            tolerances.same_values(f"beyond int32: {name}", got, expected)
 
 
 # ---- against jax.nn

@@ -81,7 +81,7 @@ class Values:
     lens: str = "random"  # see `_packed_lengths`, `_decode_lengths`, `_dense_lengths`
     data: str = "normal"  # see `_tensors`
     poison: str = "nan"
-    extreme: str = ""  # "huge_sinks", "tiny_sinks", "unmapped", "far_positions", "wild_layer"
+    extreme: str = ""  # "huge_sinks", "tiny_sinks", "infinite_sinks", "unmapped", "far_positions", "wild_layer"
     seed: int = 0
     cp_rank: int = 0
 
@@ -157,7 +157,9 @@ def _tensors(
         value[:] = (1 + np.arange(K))[:, None]
     elif kind == "nan_rows":
         bad = rng.random((2, *kv, K)) < 0.02
-        key[bad[0]], value[bad[1]] = np.nan, np.inf
+        key[bad[0]], value[bad[1]] = np.nan, np.inf if spec.kv_dtype else np.nan
+    elif kind == "nan_queries":
+        query[rng.random((*q, H)) < 0.1] = np.nan
     elif kind == "outliers":  # rows that hold E's largest numbers, both signs where their difference stays finite
         top = float(ml_dtypes.finfo(dtype).max)
         key[..., 0], value[..., -1] = top, -top
@@ -186,7 +188,7 @@ def _head_options(spec: Spec, values: Values, rng: np.random.Generator) -> dict[
     found: dict[str, Array] = {}
     H = spec.heads[0]
     if "sinks" in spec.arrays:
-        size = {"huge_sinks": 1e4, "tiny_sinks": -1e30}.get(values.extreme)
+        size = {"huge_sinks": 1e4, "tiny_sinks": -1e30, "infinite_sinks": -np.inf}.get(values.extreme)
         sinks = 2 * rng.standard_normal(H) if size is None else np.full(H, size)
         found["sinks"] = sinks.astype(np.float32)
     if "alibi_slopes" in spec.arrays:
@@ -491,8 +493,8 @@ def _gather(spec: Spec, values: Values, rng: np.random.Generator) -> dict[str, A
 def _copy(spec: Spec, values: Values, rng: np.random.Generator) -> dict[str, Any]:
     found = _gather(spec, values, rng)
     num_pages = found["cache"].key.shape[-4]
-    source = rng.integers(0, num_pages, spec.T)
     destination = rng.permutation(num_pages)[: spec.T]  # distinct; chains and self-copies happen
+    source = rng.integers(0, num_pages, len(destination))
     for ids in (source, destination):
         ids[rng.random(len(ids)) < 0.2] = rng.choice([-1, num_pages, INT32_MIN, INT32_MAX])
     pages = dict(source=source.astype(np.int32), destination=destination.astype(np.int32))
@@ -561,7 +563,15 @@ def _values(*rows: str) -> tuple[Values, ...]:
 
 
 _DENSE = _values("full normal nan", "random mixture nan", "short heads inf")
-_DENSE_CORE = _values("full ones nan", "full index nan", "random huge_key inf", "full negative nan", "wild normal nan")
+_DENSE_CORE = _values(
+    "full ones nan",
+    "full index nan",
+    "random huge_key inf",
+    "full negative nan",
+    "wild normal nan",
+    "full nan_rows nan",
+    "full nan_queries nan",
+)
 _PACKED = _values("mixed normal nan", "boundary mixture inf", "short heads negative_inf", "full normal nan")
 _PACKED_CORE = _values(
     "prefill normal nan",
@@ -573,6 +583,8 @@ _PACKED_CORE = _values(
     "random index inf",
     "boundary huge_key nan",
     "full negative nan",
+    "random nan_rows nan",
+    "full nan_queries inf",
 )
 _PAGED_CORE = _values("full normal nan unmapped", "random mixture inf unmapped")
 _DECODE = _values("random normal nan", "boundary mixture inf", "short heads negative_inf", "full normal nan")
@@ -582,10 +594,17 @@ _DECODE_CORE = _values(
     "full index inf",
     "boundary huge_key nan",
     "full negative nan",
+    "random nan_rows nan",
+    "full nan_queries inf",
     "full normal nan unmapped",
 )
 _QUANTISED = _values("random nan_rows nan", "full constant_rows inf")
-_SINKS = _values("random normal nan huge_sinks", "boundary normal inf tiny_sinks", "short normal nan huge_sinks")
+_SINKS = _values(
+    "random normal nan huge_sinks",
+    "boundary normal inf tiny_sinks",
+    "short normal nan huge_sinks",
+    "random normal nan infinite_sinks",
+)
 _LAYER = _values("random normal nan wild_layer")
 
 _BIAS = "query_bias key_bias value_bias"
@@ -648,6 +667,7 @@ def _attention_specs() -> list[Spec]:
             tags="sinks",
             **cross,
         ),
+        _spec(op, "dim_odd", dim=20, value_dim=7, is_causal=True, B=2, T=9, S=9),
         _spec(op, "single", B=1, T=1, S=1, is_causal=True),
         _spec(op, "no_keys", B=2, T=5, S=0),
         _spec(op, "no_queries", B=2, T=0, S=5),
@@ -681,6 +701,7 @@ def _ragged_specs() -> list[Spec]:
         _spec(op, "no_batch", T=7, S=9, B=0),
         _spec(op, "no_rows", T=0, S=9, B=2),
         _spec(op, "no_keys", T=7, S=0, B=2),
+        _spec(op, "many_sequences", T=40, S=80, B=40, dim=32),
         _spec(op, "one_long", T=100, S=300, B=1, dim=32),
     ]
 
@@ -720,6 +741,10 @@ def _paged_specs() -> list[Spec]:
         _spec(op, "scale_zero", scale=0.0, is_causal=False),
         _spec(op, "layer", L=3, tags="layer vmap"),
         _spec(op, "layer_int4", L=2, kv_dtype="int4", tags="layer quantised"),
+        _spec(op, "layer_fp8", L=2, kv_dtype="float8_e4m3fn", tags="layer quantised"),
+        _spec(op, "dim_odd", dim=20, value_dim=12, kv_dtype="int8", tags="quantised"),
+        _spec(op, "many_sequences", B=40, T=40, M=2, P=8, dim=32),
+        _spec(op, "long_chunk", B=2, T=100, M=5, P=64, dim=32, dtype="float16"),
         _spec(op, "cp2", cp_size=2, hints=dict(out_dtype="float32"), tags="cp"),
         _spec(op, "cp3_window", cp_size=3, local_window_size=(30, 0), hints=dict(out_dtype="float32"), tags="cp", P=8),
         _spec(
@@ -1025,9 +1050,9 @@ def find(name: str) -> Case:
 
 def random_values(rng: np.random.Generator, spec: Spec, name: str = "draw") -> Values:
     """A random value set for a spec, for tests that draw."""
-    kinds = ["normal", "mixture", "ones", "index", "huge_key", "negative", "heads"]
+    kinds = ["normal", "mixture", "ones", "index", "huge_key", "negative", "heads", "nan_rows", "nan_queries"]
     if "quantised" in spec.tags:
-        kinds += ["nan_rows", "constant_rows"]
+        kinds += ["constant_rows"]
     if spec.op == "attention":
         lens = ["full", "random", "short", "wild"]
     elif spec.op == "paged_decode":
@@ -1038,7 +1063,7 @@ def random_values(rng: np.random.Generator, spec: Spec, name: str = "draw") -> V
     if spec.op.startswith("paged"):
         extremes += ["unmapped"]
     if "sinks" in spec.arrays:
-        extremes += ["huge_sinks", "tiny_sinks"]
+        extremes += ["huge_sinks", "tiny_sinks", "infinite_sinks"]
     return Values(
         name=name,
         lens=str(rng.choice(lens)),
