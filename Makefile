@@ -9,8 +9,8 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find _build_backend ffi jax_tur
 .PHONY: demo test gpu clean
 
 demo: $(VENV)/.installed
-	$(BIN)/python -m jax_turboattn env
-	$(BIN)/python -m jax_turboattn generate
+	$(BIN)/python -P -m jax_turboattn env
+	$(BIN)/python -P -m jax_turboattn generate
 
 test: $(VENV)/.installed
 	$(BIN)/pytest -n 2 $(TESTS)

@@ -70,6 +70,14 @@ def version_mismatch(built: tuple[int, int], running: tuple[int, int]) -> str | 
     )
 
 
+def _source_tree_hint() -> str:
+    """In a clone the sources in the current folder hide an installed package, and builds leave no modules there."""
+    root = pathlib.Path(__file__).parents[2]
+    if not (root / "CMakeLists.txt").exists():
+        return ""
+    return f"; this is the source tree {root}: to use an installed jax_turboattn, run elsewhere or with python -P"
+
+
 @functools.cache
 def load(name: str) -> Module:
     """Imports and registers extension module `name` ("cpu" or "cuda") once."""
@@ -79,7 +87,7 @@ def load(name: str) -> Module:
     except ModuleNotFoundError as error:
         if error.name != path:  # something that it needs is missing: that is a fault, not a choice
             raise
-        return Module(name, reason=f"the extension module _{name} was not built")
+        return Module(name, reason=f"the extension module _{name} was not built{_source_tree_hint()}")
     except ImportError as error:
         return Module(name, reason=f"the extension module _{name} does not load: {error}")
     mismatch = version_mismatch(module.ffi_api_version(), runtime_ffi_version())
