@@ -11,18 +11,7 @@ import jax_turboattn as ta
 from jax_turboattn.testing import golden
 
 KV_DTYPES = ("same", "int8", "int4", "float8_e4m3fn")
-
-
-def _gpu_missing() -> str | None:
-    try:
-        jax.devices("cuda")
-    except RuntimeError as error:
-        return f"needs an NVIDIA GPU: {str(error).splitlines()[0]}"
-    return None
-
-
-REASON = _gpu_missing()
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = pytest.mark.gpu
 
 
 @dataclasses.dataclass
