@@ -1,6 +1,8 @@
 """Gradients of `attention` and `ragged_attention`: against jax.grad of a plain reference, against finite differences of
 the float64 golden, under JAX's transformations, and in linear memory."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,10 +131,16 @@ def ours(options):
     return lambda operands: ta.attention(**operands, **rest, return_residual=True, implementation="xla")
 
 
+@functools.cache
+def gradient(name):
+    """Compiled once for all tests: (floating operands by name) -> their gradients."""
+    return jax.jit(jax.grad(weighted(ours(DENSE[name]))))
+
+
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_gradients_match_the_plain_reference(name):
     operands, _ = split_options(DENSE[name])
-    got = jax.jit(jax.grad(weighted(ours(DENSE[name]))))(operands)
+    got = gradient(name)(operands)
     want = jax.jit(jax.grad(weighted(reference(DENSE[name]))))(operands)
     for which in operands:
         size = np.abs(want[which]).max() + 1e-3
@@ -142,7 +150,7 @@ def test_dense_gradients_match_the_plain_reference(name):
 @pytest.mark.parametrize("name", ["causal_window", "soft_cap", "sinks_lengths", "segments", "everything"])
 def test_dense_gradients_match_finite_differences_of_the_golden(name):
     operands, rest = split_options(DENSE[name])
-    grads = jax.jit(jax.grad(weighted(ours(DENSE[name]))))(operands)
+    grads = gradient(name)(operands)
 
     def loss(operands):
         result = golden.attention(**operands, **rest)
@@ -228,23 +236,28 @@ def test_ragged_gradients_match_the_plain_reference(options):
     assert not np.any(np.asarray(got["query"])[~owned])
 
 
+@functools.cache
+def ragged_vjp():
+    q_offsets, kv_offsets = ragged_offsets()
+    call = lambda q, k, v: ta.ragged_attention(q, k, v, q_offsets, kv_offsets, implementation="xla")
+    return jax.jit(lambda q, k, v, cotangent: jax.vjp(call, q, k, v)[1](cotangent))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_a_row_does_not_see_reaches_no_gradient(bad):
     """Rows of nobody, padding, other sequences: whatever they and their cotangents hold."""
-    q_offsets, kv_offsets = ragged_offsets()
-    call = lambda q, k, v: ta.ragged_attention(q, k, v, q_offsets, kv_offsets, implementation="xla")  # noqa: E731
-    clean = jax.vjp(call, QUERY[0], KEY[0], VALUE[0])[1](COTANGENT[0])
+    clean = ragged_vjp()(QUERY[0], KEY[0], VALUE[0], COTANGENT[0])
 
     query, key, value, cotangent = QUERY[0].copy(), KEY[0].copy(), VALUE[0].copy(), COTANGENT[0].copy()
     for x, rows in ((query, [0, 1, 17, 18]), (cotangent, [0, 1, 17, 18]), (key, [0, 21, 22]), (value, [0, 21, 22])):
         x[rows] = bad
-    dirty = jax.vjp(call, query, key, value)[1](cotangent)
+    dirty = ragged_vjp()(query, key, value, cotangent)
     for got, want in zip(dirty, clean):
         np.testing.assert_array_equal(got, want)
     assert not np.any(np.asarray(dirty[0])[[0, 1, 17, 18]])
 
     query[3], key[5], value[16] = bad, bad, bad  # now sequence 1 (rows 2-8, keys 4-14), and a value of sequence 2
-    dirty = jax.vjp(call, query, key, value)[1](cotangent)
+    dirty = ragged_vjp()(query, key, value, cotangent)
     np.testing.assert_array_equal(dirty[0][10:17], clean[0][10:17])  # sequence 3
     for got, want in zip(dirty[1:], clean[1:]):
         np.testing.assert_array_equal(got[18:21], want[18:21])
@@ -252,14 +265,17 @@ def test_what_a_row_does_not_see_reaches_no_gradient(bad):
 
 
 def test_a_cotangent_of_a_row_that_sees_nothing_is_dropped():
-    call = lambda q, k, v: ta.attention(  # noqa: E731
-        q, k, v, is_causal=True, query_offset=-4, return_residual=True, implementation="xla"
-    )
-    _, vjp = jax.vjp(call, QUERY, KEY, VALUE)
+    @jax.jit
+    def pull(out_bar, lse_bar):
+        call = functools.partial(
+            ta.attention, is_causal=True, query_offset=-4, return_residual=True, implementation="xla"
+        )
+        return jax.vjp(call, QUERY, KEY, VALUE)[1]((out_bar, lse_bar))
+
     out_bar, lse_bar = COTANGENT.copy(), LSE_COTANGENT.copy()
-    want = vjp((out_bar, lse_bar))
+    want = pull(out_bar, lse_bar)
     out_bar[:, :4], lse_bar[:, :4] = np.nan, np.nan
-    for got, clean in zip(vjp((out_bar, lse_bar)), want):
+    for got, clean in zip(pull(out_bar, lse_bar), want):
         np.testing.assert_array_equal(got, clean)
 
 
@@ -267,8 +283,8 @@ def test_a_cotangent_of_a_row_that_sees_nothing_is_dropped():
 def test_gradients_have_the_dtypes_of_their_operands(dtype):
     operands, _ = split_options(DENSE["sinks"])
     low = {n: jnp.asarray(x, dtype if n in ("query", "key", "value") else None) for n, x in operands.items()}
-    got = jax.grad(weighted(ours(DENSE["sinks"])))(low)
-    want = jax.grad(weighted(ours(DENSE["sinks"])))({n: x.astype(jnp.float32) for n, x in low.items()})
+    got = jax.jit(jax.grad(weighted(ours(DENSE["sinks"]))))(low)
+    want = gradient("sinks")({n: x.astype(jnp.float32) for n, x in low.items()})
     for which in operands:
         assert got[which].dtype == low[which].dtype
         np.testing.assert_allclose(
@@ -278,22 +294,24 @@ def test_gradients_have_the_dtypes_of_their_operands(dtype):
 
 def test_transformations_agree():
     """vmap of grad, checkpoint and scan give what the gradient one by one gives."""
-    loss = lambda q, k, v: ta.attention(q, k, v, is_causal=True, implementation="xla").sum()  # noqa: E731
+    loss = lambda q, k, v: ta.attention(q, k, v, is_causal=True, implementation="xla").sum()
     grad = jax.grad(loss, argnums=(0, 1, 2))
-    batch = [np.stack([x, 2 * x, -x]) for x in (QUERY, SELF_KEY, SELF_VALUE)]
-    want = [np.stack(g) for g in zip(*(grad(*(x[i] for x in batch)) for i in range(3)))]
-    mapped = jax.jit(jax.vmap(grad))(*batch)
-    scanned = jax.lax.scan(lambda carry, xs: (carry, grad(*xs)), 0, tuple(batch))[1]
-    kept = jax.vmap(jax.grad(jax.checkpoint(loss), argnums=(0, 1, 2)))(*batch)
-    for name, got in (("vmap", mapped), ("scan", scanned), ("checkpoint", kept)):
+    batch = [np.stack([x, -2 * x]) for x in (QUERY, SELF_KEY, SELF_VALUE)]
+    alone = jax.jit(grad)
+    want = [np.stack(g) for g in zip(*(alone(*(x[i] for x in batch)) for i in range(2)))]
+    found = dict(
+        vmap=jax.jit(jax.vmap(grad))(*batch),
+        scan=jax.jit(lambda *xs: jax.lax.scan(lambda carry, x: (carry, grad(*x)), 0, xs)[1])(*batch),
+        checkpoint=jax.jit(jax.vmap(jax.grad(jax.checkpoint(loss), argnums=(0, 1, 2))))(*batch),
+    )
+    for name, got in found.items():
         for g, w in zip(got, want):
             np.testing.assert_allclose(g, w, atol=2e-6 * np.abs(w).max(), err_msg=name)
 
 
 def test_gradients_repeat_bitwise():
     operands, _ = split_options(DENSE["everything"])
-    grad = jax.jit(jax.grad(weighted(ours(DENSE["everything"]))))
-    for a, b in zip(jax.tree.leaves(grad(operands)), jax.tree.leaves(grad(operands))):
+    for a, b in zip(*(jax.tree.leaves(gradient("everything")(operands)) for _ in range(2))):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
@@ -301,8 +319,8 @@ def test_gradients_repeat_bitwise():
 def test_empty_and_tiny_shapes(shape):
     b, t, s = shape
     operands = jnp.ones((b, t, H, D)), jnp.ones((b, s, K, D)), jnp.ones((b, s, K, D)), jnp.ones(H)
-    loss = lambda q, k, v, sinks: ta.attention(q, k, v, sinks=sinks, implementation="xla").sum()  # noqa: E731
-    for got, x in zip(jax.grad(loss, argnums=(0, 1, 2, 3))(*operands), operands):
+    loss = lambda q, k, v, sinks: ta.attention(q, k, v, sinks=sinks, implementation="xla").sum()
+    for got, x in zip(jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*operands), operands):
         assert got.shape == x.shape and np.isfinite(got).all()
 
 

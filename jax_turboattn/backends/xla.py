@@ -123,7 +123,7 @@ def sees(r: Rows, s: jax.Array) -> jax.Array:
 def distances(position: jax.Array, s: jax.Array) -> jax.Array:
     """|p - s| in float32 [..., T, S], for positions [..., T] and keys s [..., S]."""
     p, s = position[..., None], s[..., None, :]
-    near = jnp.abs(p) < 2**30  # the int32 difference is exact there, and wraps only beyond
+    near = (p < 2**30) & (p > -(2**30))  # the int32 difference is exact there, and wraps only beyond
     exact = (jnp.where(near, p, 0) - s).astype(jnp.float32)
     return jnp.abs(jnp.where(near, exact, p.astype(jnp.float32) - s.astype(jnp.float32)))
 
