@@ -208,17 +208,17 @@ def _packed_lengths(kind: str, spec: Spec, rng: np.random.Generator, capacity: i
     if B == 0:
         return np.array([rng.integers(0, T + 1)], np.int32), np.zeros(0, np.int32)
     first = 0
-    share = max(T // B, 1)
+    share = T // B
     q = rng.integers(0, share + 1, B)
     if kind in ("mixed", "random", "holes"):
         q[::2] = np.minimum(q[::2], 1) if kind == "mixed" else q[::2]
         q[0] = min(1, T)
         if kind == "mixed" and B > 1:
-            q[1] = min(share, T - 1)
+            q[1] = min(share, max(T - 1, 0))
         kv = q + rng.integers(0, capacity + 1, B)
         first = int(rng.integers(0, T - q.sum() + 1)) if kind == "holes" else 0
     elif kind == "boundary":
-        q = np.minimum(rng.integers(1, share + 1, B), share)
+        q = np.minimum(rng.integers(1, max(share, 1) + 1, B), share)
         edges = [P * spec.cp_size * j + d for j in (1, 2, spec.M) for d in (-1, 0, 1)] + [1, 2, 7]
         kv = rng.choice(edges, B)
     elif kind == "short":  # more queries than keys, and no keys at all
@@ -227,7 +227,7 @@ def _packed_lengths(kind: str, spec: Spec, rng: np.random.Generator, capacity: i
     elif kind == "full":
         kv = np.full(B, capacity)
     elif kind == "prefill":
-        q = rng.integers(1, share + 1, B)
+        q = np.minimum(rng.integers(1, max(share, 1) + 1, B), share)
         kv = q.copy()
     elif kind == "one":  # all rows are one sequence's
         q = np.zeros(B, np.int64)
