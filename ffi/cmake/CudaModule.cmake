@@ -45,4 +45,7 @@ target_compile_definitions(_cuda PRIVATE TURBOATTN_CUDA)
 target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra>)
 target_include_directories(_cuda PRIVATE ffi)
 target_include_directories(_cuda SYSTEM PRIVATE ${TURBOATTN_XLA_INCLUDE} ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+# What static libraries define stays inside: where the linker finds only a static libstdc++, its unique symbols (the locale's among them) would
+# otherwise mix with those of jaxlib's copy.
+target_link_options(_cuda PRIVATE $<$<PLATFORM_ID:Linux>:LINKER:--exclude-libs,ALL>)
 install(TARGETS _cuda LIBRARY DESTINATION jax_turboattn)

@@ -2,25 +2,36 @@
 
 #include <algorithm>
 #include <cstring>
-#include <sstream>
+#include <string>
 
 namespace turboattn {
 namespace {
 
 std::string Dims(const ffi::AnyBuffer& buffer) {
-  std::ostringstream text;
-  text << "[";
-  const char* separator = "";
-  for (int64_t dim : buffer.dimensions()) text << std::exchange(separator, ",") << dim;
-  text << "]";
-  return text.str();
+  std::string text = "[";
+  for (int64_t dim : buffer.dimensions()) text += (text.size() > 1 ? "," : "") + std::to_string(dim);
+  return text + "]";
+}
+
+// Names for error texts. Not operator<<: a stream needs a locale, and where the C++ library is linked into this module as well as into its host, the
+// two locales' facets mix and the process dies.
+std::string Name(ffi::DataType type) {
+  switch (type) {
+    case ffi::F32: return "float32";
+    case ffi::BF16: return "bfloat16";
+    case ffi::F16: return "float16";
+    case ffi::F8E4M3FN: return "float8_e4m3fn";
+    case ffi::U8: return "uint8";
+    case ffi::S32: return "int32";
+    case ffi::U32: return "uint32";
+    default: return "XLA type " + std::to_string(static_cast<int>(type));
+  }
 }
 
 std::string Join(std::initializer_list<ffi::DataType> types) {
-  std::ostringstream text;
-  const char* separator = "";
-  for (ffi::DataType type : types) text << std::exchange(separator, " or ") << type;
-  return text.str();
+  std::string text;
+  for (ffi::DataType type : types) text += (text.empty() ? "" : " or ") + Name(type);
+  return text;
 }
 
 bool ToDType(ffi::DataType type, DType* dtype) {
@@ -31,6 +42,19 @@ bool ToDType(ffi::DataType type, DType* dtype) {
     }
   }
   return false;
+}
+
+// One axis of "L? N K 2": its first character, and whether a '?' follows. `text` moves past it and the space.
+struct Axis {
+  char name;
+  bool optional;
+};
+Axis NextAxis(const char** text) {
+  const char* start = *text;
+  const char* end = start;
+  while (*end != '\0' && *end != ' ') ++end;
+  *text = *end == ' ' ? end + 1 : end;
+  return {*start, end[-1] == '?'};
 }
 
 }  // namespace
@@ -71,9 +95,7 @@ DType Operands::FloatType(std::string_view name) {
   if (operand == nullptr) {
     Fail(std::string(name) + " must be given");
   } else if (!ToDType(operand->buffer.element_type(), &dtype)) {
-    std::ostringstream text;
-    text << name << " must be float32, bfloat16 or float16, got " << operand->buffer.element_type();
-    Fail(text.str());
+    Fail(std::string(name) + " must be float32, bfloat16 or float16, got " + Name(operand->buffer.element_type()));
   }
   return dtype;
 }
@@ -96,38 +118,44 @@ DType Operands::BiasType(std::initializer_list<const char*> names, DType dtype) 
 
 void* Operands::Check(const std::string& label, const ffi::AnyBuffer& buffer, const char* axes, std::initializer_list<ffi::DataType> types) {
   if (!ok()) return nullptr;
-  std::istringstream words(axes);
-  std::string axis;
-  size_t rank = 0;
   const auto dims = buffer.dimensions();
-  bool fits = true;
-  std::ostringstream expected;
   const size_t all_axes = static_cast<size_t>(std::count(axes, axes + std::strlen(axes), ' ')) + 1;
-  for (; words >> axis; ++rank) {
-    if (axis.back() == '?' && dims.size() < all_axes) {
-      fits = fits && (size(axis[0]) < 0 || size(axis[0]) == 1);
-      sizes_[static_cast<unsigned char>(axis[0]) % kAxes] = 1;
-      --rank;
-      continue;
+  size_t rank = 0;
+  bool fits = true;
+  for (const char* rest = axes; *rest != '\0';) {
+    const Axis axis = NextAxis(&rest);
+    const bool is_number = axis.name >= '0' && axis.name <= '9';  // numbers have one digit
+    const int64_t wanted = is_number ? axis.name - '0' : size(axis.name);
+    const bool absent = axis.optional && dims.size() < all_axes;
+    if (!absent && rank >= dims.size()) {
+      fits = false;
+      break;
     }
-    const bool is_number = axis[0] >= '0' && axis[0] <= '9';
-    const int64_t wanted = is_number ? std::stoll(axis) : size(axis[0]);
-    if (wanted < 0 && rank < dims.size()) sizes_[static_cast<unsigned char>(axis[0]) % kAxes] = dims[rank];
-    fits = fits && rank < dims.size() && (wanted < 0 || wanted == dims[rank]);
-    expected << (rank == 0 ? "" : ",") << axis;
-    if (!is_number && wanted >= 0) expected << "=" << wanted;
+    const int64_t have = absent ? 1 : dims[rank++];
+    if (wanted < 0) sizes_[static_cast<unsigned char>(axis.name) % kAxes] = have;
+    fits = fits && (wanted < 0 || wanted == have);
   }
   if (!fits || rank != dims.size()) {
-    Fail(label + " must have shape [" + expected.str() + "], got " + Dims(buffer));
+    Fail(label + " must have shape " + Expected(axes) + ", got " + Dims(buffer));
     return nullptr;
   }
   if (std::find(types.begin(), types.end(), buffer.element_type()) == types.end()) {
-    std::ostringstream text;
-    text << label << " must be " << Join(types) << ", got " << buffer.element_type();
-    Fail(text.str());
+    Fail(label + " must be " + Join(types) + ", got " + Name(buffer.element_type()));
     return nullptr;
   }
   return buffer.untyped_data();
+}
+
+// "[B=2,M=3]", as far as the axes are known.
+std::string Operands::Expected(const char* axes) const {
+  std::string text = "[";
+  for (const char* rest = axes; *rest != '\0';) {
+    const Axis axis = NextAxis(&rest);
+    text += (text.size() > 1 ? "," : "") + std::string(1, axis.name);
+    const bool is_number = axis.name >= '0' && axis.name <= '9';
+    if (!is_number && size(axis.name) >= 0) text += "=" + std::to_string(size(axis.name));
+  }
+  return text + "]";
 }
 
 void* Operands::Required(std::string_view name, const char* axes, std::initializer_list<ffi::DataType> types) {

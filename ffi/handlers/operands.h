@@ -60,6 +60,7 @@ class Operands {
     ffi::AnyBuffer buffer;
   };
   const Operand* Find(std::string_view name) const;
+  std::string Expected(const char* axes) const;
   void* Check(const std::string& label, const ffi::AnyBuffer& buffer, const char* axes, std::initializer_list<ffi::DataType> types);
 
   std::string function_;
