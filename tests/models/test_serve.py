@@ -100,13 +100,13 @@ def test_int8_tokens_equal_recomputation_through_int8(implementation):
 
 def small_server(**options):
     options = {"num_pages": 12, "page_size": 8, "max_batch": 2, "max_length": 40, "chunk": 8} | options
-    return Server(small_decoder(), **options)
+    return Server(small_decoder(None), **options)
 
 
 def test_batching_does_not_change_tokens():
     prompts = [list(range(1, 1 + n)) for n in (1, 7, 8, 9, 20)]
-    alone = [serve(small_decoder(), [p], 12, max_batch=1)[0] for p in prompts]
-    together = serve(small_decoder(), prompts, 12, page_size=8, num_pages=40, max_batch=4, chunk=8)
+    alone = [serve(small_decoder(None), [p], 12, max_batch=1)[0] for p in prompts]
+    together = serve(small_decoder(None), prompts, 12, page_size=8, num_pages=40, max_batch=4, chunk=8)
     assert together == alone
 
 
@@ -125,7 +125,7 @@ def test_waits_for_pages_in_order_of_submission():
 
 def test_whole_pages_of_a_common_prompt_are_shared():
     prompt = list(range(20))
-    expected = serve(small_decoder(), [prompt + [5], prompt + [6, 7]], 6, max_batch=1)
+    expected = serve(small_decoder(None), [prompt + [5], prompt + [6, 7]], 6, max_batch=1)
     server = small_server(num_pages=9)
     first = server.submit(prompt + [5], 6)
     for _ in range(3):
@@ -147,7 +147,7 @@ def test_shared_pages_outlive_their_first_owner():
     late = server.submit(prompt, 12)
     done = server.run()
     assert server.stats.shared_tokens == 16
-    assert done[late].tokens == serve(small_decoder(), [prompt], 12, max_batch=1)[0]
+    assert done[late].tokens == serve(small_decoder(None), [prompt], 12, max_batch=1)[0]
     again = server.submit(prompt, 2)  # nobody holds the pages any more: all is computed again
     server.run()
     assert server.stats.shared_tokens == 16
@@ -155,7 +155,7 @@ def test_shared_pages_outlive_their_first_owner():
 
 
 def test_stop_token_ends_a_completion():
-    tokens = serve(small_decoder(), [[3, 4]], 12, max_batch=1)[0]
+    tokens = serve(small_decoder(None), [[3, 4]], 12, max_batch=1)[0]
     stop = tokens[5]
     server = small_server(stop_token=stop)
     request = server.submit([3, 4], 12)
