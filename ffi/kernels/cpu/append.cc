@@ -120,7 +120,8 @@ Status Append(const AppendParams& params, Parallel& parallel) {
     const TokenRange range = QueryRange(seqs, b);
     for (int64_t i = 0; i < range.hi - range.lo; i += chunk) items.push_back({b, i, std::min(i + chunk, range.hi - range.lo)});
   }
-  std::vector<Scratch> scratch(parallel.num_workers());
+  if (items.empty()) return Status();
+  std::vector<Scratch> scratch(std::min<int64_t>(parallel.num_workers(), static_cast<int64_t>(items.size())));
   for (Scratch& s : scratch) {
     s.row.reset(new (std::nothrow) float[std::max(params.cache.head_dim, params.cache.value_dim)]);
     s.turns.reset(new (std::nothrow) SinCos[params.rope.dim / 2]);

@@ -181,7 +181,7 @@ struct Partial {
   float* acc;  // [rows, Padded(Dv)]
 };
 
-// One allocation, cut in pieces that start at multiples of 64 bytes, all zero.
+// One allocation, cut in pieces that start at multiples of 64 bytes.
 class Scratch {
  public:
   template <class T>
@@ -190,7 +190,7 @@ class Scratch {
     bytes_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
   }
   bool Allocate() {
-    memory_.reset(new (std::nothrow) char[bytes_ + 64]());
+    memory_.reset(new (std::nothrow) char[bytes_ + 64]);
     if (memory_ == nullptr) return false;
     char* base = memory_.get() + (64 - reinterpret_cast<uintptr_t>(memory_.get()) % 64) % 64;
     for (const Piece& piece : pieces_) {
@@ -244,6 +244,11 @@ struct Worker {
     PlanPartial(scratch, &total, rows, problem.spec.value_dim);
     scratch.Plan(&turns, problem.prologue.rope.dim / 2);
     if (!scratch.Allocate()) return false;
+    // Columns that pad rows are read and never written.
+    std::fill(tile.query, tile.query + rows * width, 0.f);
+    std::fill(tile.zeros, tile.zeros + value_width, 0.f);
+    if (width != problem.spec.head_dim) std::fill(tile.key, tile.key + kBlockKeys * width, 0.f);
+    if (value_width != problem.spec.value_dim) std::fill(tile.value, tile.value + kBlockKeys * value_width, 0.f);
     for (int64_t d = 0; d < width; ++d) tile.key_t_rows[d] = tile.key_t + d * kBlockKeys;
     return true;
   }
@@ -413,9 +418,12 @@ void RunWholeUnits(const Problem& problem, TakeBlock take, std::vector<Unit>& un
   });
 }
 
-// Splits shared among threads, a bounded number at a time so that memory does not grow with the context.
+// Partial results that are alive at a time when threads share splits: enough to keep them busy, and memory does not grow with the context.
+int64_t NumSlots(const Parallel& parallel) { return std::max(64, 4 * parallel.num_workers()); }
+
+// Splits shared among threads.
 Status RunSplits(const Problem& problem, TakeBlock take, const std::vector<Unit>& units, std::vector<Worker>& workers, int rows, Parallel& parallel) {
-  const int64_t slots = std::max(64, 4 * parallel.num_workers());
+  const int64_t slots = NumSlots(parallel);
   struct Task {
     const Unit* unit;
     int64_t split;
@@ -458,13 +466,7 @@ Status RunSplits(const Problem& problem, TakeBlock take, const std::vector<Unit>
   return Status();
 }
 
-Status Run(const Problem& problem, Parallel& parallel) {
-  const KeepSubnormals keep;
-  FillEmpty(problem, parallel);
-  if (problem.num_heads == 0 || problem.num_kv_heads == 0) return Status();
-  std::vector<Unit> units = MakeUnits(problem);
-  if (units.empty()) return Status();
-
+Status RunUnits(const Problem& problem, std::vector<Unit>& units, Parallel& parallel) {
   int rows = 0;
   double total_cost = 0, max_cost = 0;
   for (const Unit& unit : units) {
@@ -472,17 +474,34 @@ Status Run(const Problem& problem, Parallel& parallel) {
     total_cost += unit.cost();
     max_cost = std::max(max_cost, unit.cost());
   }
-  std::vector<Worker> workers(parallel.num_workers());
+  // With every unit below a quarter of a thread's share, longest-first keeps the threads within a quarter of even.
+  const bool whole = parallel.num_workers() == 1 || max_cost * 4 * parallel.num_workers() <= total_cost;
+  const int64_t items = whole ? static_cast<int64_t>(units.size()) : NumSlots(parallel);
+  std::vector<Worker> workers(std::min<int64_t>(parallel.num_workers(), items));
   for (Worker& worker : workers) {
     if (!worker.Allocate(problem, rows)) return Status::Error("attention_cpu: no memory for a thread's working set");
   }
   const TakeBlock take = SelectTakeBlock();
-  // With every unit below a quarter of a thread's share, longest-first keeps the threads within a quarter of even.
-  if (parallel.num_workers() == 1 || max_cost * 4 * parallel.num_workers() <= total_cost) {
-    RunWholeUnits(problem, take, units, workers, parallel);
-    return Status();
+  if (!whole) return RunSplits(problem, take, units, workers, rows, parallel);
+  RunWholeUnits(problem, take, units, workers, parallel);
+  return Status();
+}
+
+Status Run(const Problem& problem, Parallel& parallel) {
+  const KeepSubnormals keep;
+  FillEmpty(problem, parallel);
+  if (problem.num_heads == 0 || problem.num_kv_heads == 0) return Status();
+  std::vector<Unit> units = MakeUnits(problem);
+  if (units.empty()) return Status();
+  // Waking a thread of XLA's pool takes some 10 us. A unit of cost is about 5 ns at D = Dv = 128, so this is 40 us of work.
+  constexpr double kWorthThreads = 8000;
+  double cost = 0;
+  for (const Unit& unit : units) cost += unit.cost();
+  if (cost * static_cast<double>(problem.spec.head_dim + problem.spec.value_dim) / 256 < kWorthThreads) {
+    Inline in_line;
+    return RunUnits(problem, units, in_line);
   }
-  return RunSplits(problem, take, units, workers, rows, parallel);
+  return RunUnits(problem, units, parallel);
 }
 
 TileSpec MakeSpec(const ScoreParams& score, DType dtype, DType kv_dtype, int64_t head_dim, int64_t value_dim, bool has_segments) {

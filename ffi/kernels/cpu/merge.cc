@@ -42,14 +42,14 @@ void MergeAs(const MergeParams& params, int64_t row, float* acc) {
 
 Status Merge(const MergeParams& params, Parallel& parallel) {
   const KeepSubnormals keep;
-  std::vector<std::unique_ptr<float[]>> acc(parallel.num_workers());
+  constexpr int64_t kRowsPerItem = 64;
+  const int64_t rows = params.num_tokens * params.num_heads, items = (rows + kRowsPerItem - 1) / kRowsPerItem;
+  std::vector<std::unique_ptr<float[]>> acc(std::min<int64_t>(parallel.num_workers(), items));
   for (auto& a : acc) {
     a.reset(new (std::nothrow) float[params.value_dim]);
     if (a == nullptr) return Status::Error("merge_cpu: no memory for a row");
   }
-  constexpr int64_t kRowsPerItem = 64;
-  const int64_t rows = params.num_tokens * params.num_heads;
-  parallel.For((rows + kRowsPerItem - 1) / kRowsPerItem, [&](int64_t item, int worker) {
+  parallel.For(items, [&](int64_t item, int worker) {
     for (int64_t row = item * kRowsPerItem; row < std::min(rows, (item + 1) * kRowsPerItem); ++row) {
       switch (params.dtype) {
         case DType::kBfloat16: MergeAs<bf16>(params, row, acc[worker].get()); break;

@@ -20,7 +20,7 @@ class Parallel {
   virtual int num_workers() const = 0;
 
   // Calls body(item, worker) for every item in [0, items), each once, in any order, and returns when all are done. Calls with equal `worker`
-  // (in [0, num_workers())) do not overlap, so a worker number can select scratch memory.
+  // do not overlap, so a worker number can select scratch memory; it is below num_workers() and below `items`.
   virtual void For(int64_t items, const std::function<void(int64_t item, int worker)>& body) = 0;
 };
 
