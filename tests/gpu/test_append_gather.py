@@ -41,7 +41,8 @@ CASES = {
     "layers": Case(layers=3),
     "cp": Case(cp_size=2),
     "wild_lengths": Case(kv_lens=(-5, 2**31 - 1, 10, 400)),
-    "unsorted_offsets": Case(q_offsets=(60, 5, 30, 2, 40), kv_lens=(80, 70, 40, 50)),
+    # Ranges that overlap promise memory safety alone, so these do not.
+    "unsorted_offsets": Case(q_offsets=(60, 5, 30, 2, 5), kv_lens=(80, 70, 40, 50)),
     "decode": Case(q_offsets=tuple(range(301)), kv_lens=tuple(range(1, 301)), tokens=300, columns=20, kv_heads=8),
     "no_tokens": Case(q_offsets=(0, 0, 0), kv_lens=(3, 40), tokens=0),
 }
