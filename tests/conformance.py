@@ -399,12 +399,14 @@ class Conformance:
         for i in range(200):
             spec = cases.random_shape(rng, specs[rng.integers(len(specs))])
             case = cases.Case(spec, cases.random_values(rng, spec, f"nightly{i}"))
-            print(case.spec, case.values)
-            call = cases.build(case)
-            result = to_numpy(
-                jax.jit(function(spec, self.implementation))({n: to_jax(x) for n, x in call.arrays.items()})
-            )
-            check(case, call, result, self.implementation)
+            jitted = jax.jit(function(spec, self.implementation))
+            try:
+                call = cases.build(case)
+                result = to_numpy(jitted({n: to_jax(x) for n, x in call.arrays.items()}))
+                check(case, call, result, self.implementation)
+            except Exception as error:
+                error.add_note(f"{case.spec} {case.values}")
+                raise
 
     @pytest.mark.nightly
     def test_offsets_beyond_int32(self):

@@ -152,7 +152,8 @@ def _tensors(
     elif kind == "negative":  # all scores near -1.3e5
         scale = _scale(spec)
         size = min(math.sqrt(1.3e5 / abs(scale)), 5e4) if scale else 0.0
-        query[..., 0], key[..., 0] = size, -math.copysign(size, scale)
+        column = rng.integers(D)  # a fixed first one would make every later sum of a sequential loop round at its size
+        query[..., column], key[..., column] = size, -math.copysign(size, scale)
     elif kind == "heads":
         value[:] = (1 + np.arange(K))[:, None]
     elif kind == "nan_rows":
@@ -1057,6 +1058,8 @@ def random_values(rng: np.random.Generator, spec: Spec, name: str = "draw") -> V
         lens = ["full", "random", "short", "wild"]
     elif spec.op == "paged_decode":
         lens = ["random", "boundary", "short", "full", "wild"]
+    elif spec.op == "merge_partials":
+        lens, kinds = ["random", "short", "full", "empty", "huge"], ["normal"]
     else:
         lens = ["mixed", "random", "boundary", "short", "full", "prefill", "one", "holes", "wild"]
     extremes = ["", "", ""]
