@@ -1,7 +1,6 @@
 """Decoder weights in safetensors files: our own names, and the Llama names of Hugging Face.
 
-A safetensors file is an 8-byte little-endian length, that many bytes of JSON (name -> dtype, shape, byte range; strings
-under `__metadata__`), and the arrays' bytes. Own files hold the decoder's parameter tree with "." between the levels
+Own files hold the decoder's parameter tree with "." between the levels
 (`embedding`, `final_norm.scale`, `layers.attention.q_kernel`, ..., `head` if untied; everything under `layers` has the
 layer on axis 0) and, as metadata, the `DecoderConfig` as JSON.
 """
@@ -10,24 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
-import struct
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from flax import nnx
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from ..rope import RopeConfig
 from .decoder import Decoder, DecoderConfig
-
-_DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 # Hugging Face name after "model.layers.<i>." -> our path under "layers"; their linear weights are [out, in].
 _HF_LAYER = {
@@ -57,72 +51,20 @@ def shipped() -> Path:
     return Path(__file__).parent / "data" / "python_bytes.safetensors"
 
 
-def write_safetensors(path: os.PathLike | str, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
-    """Writes float32, float16 and bfloat16 arrays; the file appears whole or not at all."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    position = 0
-    for name, array in arrays.items():
-        header[name] = {
-            "dtype": _NAMES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [position, position + array.nbytes],
-        }
-        position += array.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the arrays start aligned
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for array in arrays.values():
-            file.write(np.ascontiguousarray(array).tobytes())
-    partial.replace(path)
-
-
-def read_safetensors(path: os.PathLike | str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The arrays (memory-mapped, read-only) and the metadata of a file.
-
-    Raises:
-      ValueError: the file is no safetensors file, is cut short, or holds a dtype other than F32, F16 and BF16.
-    """
-
-    def fail(reason):
-        raise ValueError(f"read_safetensors: path must be a safetensors file, got {path}: {reason}")
-
-    size = os.path.getsize(path)
-    if size < 8:
-        fail(f"{size} bytes")
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > size - 8:
-            fail(f"a header of {length} bytes in a file of {size}")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            fail(f"the header is no JSON ({error})")
-    if not isinstance(header, dict):
-        fail("the header is no JSON object")
-    metadata = header.pop("__metadata__", {})
-    data = np.memmap(path, np.uint8, "r", offset=8 + length) if size > 8 + length else np.zeros(0, np.uint8)
-    arrays = {}
-    for name, entry in header.items():
-        try:
-            dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        except (TypeError, KeyError, ValueError):
-            fail(f"entry {name!r} lacks dtype, shape or data_offsets")
-        if dtype not in _DTYPES:
-            fail(f"{name} has dtype {dtype}, known are {', '.join(_DTYPES)}")
-        if not 0 <= begin <= end <= data.size or end - begin != math.prod(shape) * _DTYPES[dtype].itemsize:
-            fail(f"{name} {list(shape)} {dtype} at bytes {begin}..{end} of {data.size}")
-        arrays[name] = data[begin:end].view(_DTYPES[dtype]).reshape(shape)
-    return arrays, metadata
+def _read(path: os.PathLike | str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Arrays and metadata of a safetensors file."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"load: path must be a safetensors file, got {path}: {error}") from error
 
 
 def save(path: os.PathLike | str, decoder: Decoder, dtype: Any = jnp.bfloat16) -> None:
     """Writes the decoder's parameters, rounded to `dtype`, and its config."""
     tree = nnx.to_pure_dict(nnx.split(decoder)[1])
     arrays = {name: np.asarray(jnp.asarray(array, dtype)) for name, array in _flatten(tree).items()}
-    write_safetensors(path, arrays, {"config": json.dumps(dataclasses.asdict(decoder.config))})
+    save_file(arrays, path, {"config": json.dumps(dataclasses.asdict(decoder.config))})
 
 
 def load(path: os.PathLike | str, *, dtype: Any = None, implementation: str | None = None) -> Decoder:
@@ -134,7 +76,7 @@ def load(path: os.PathLike | str, *, dtype: Any = None, implementation: str | No
     Raises:
       ValueError: no safetensors file, or names or shapes other than the config asks for.
     """
-    arrays, metadata = read_safetensors(path)
+    arrays, metadata = _read(path)
     try:
         fields = json.loads(metadata["config"])
         config = DecoderConfig(**{**fields, "rope": RopeConfig(**fields["rope"])})
@@ -154,7 +96,7 @@ def load_hf(directory: os.PathLike | str, *, dtype: Any = None, implementation: 
     config = DecoderConfig.from_hf(json.loads((directory / "config.json").read_text()))
     theirs = {}
     for path in sorted(directory.glob("*.safetensors")):
-        theirs |= read_safetensors(path)[0]
+        theirs |= _read(path)[0]
     if config.tied:
         theirs.pop("lm_head.weight", None)  # a copy of the embedding that some exporters write
     layers: dict[str, dict[int, np.ndarray]] = {}

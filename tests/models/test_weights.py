@@ -1,13 +1,15 @@
 """Weights files: round trips, Hugging Face names, broken files, and the shipped model's size."""
 
 import json
-import struct
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoders import SMALL, full, small_decoder
+
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from jax_turboattn.models import weights
 from jax_turboattn.models.decoder import Decoder
@@ -28,20 +30,6 @@ def test_round_trip(tmp_path, changes):
     again = weights.load(tmp_path / "w.safetensors", implementation="xla")
     assert again.dtype == jnp.bfloat16
     np.testing.assert_allclose(full(again, TOKENS), full(decoder, TOKENS), atol=0.2)
-
-
-def test_the_safetensors_package_reads_our_files_and_we_read_its(tmp_path):
-    numpy_format = pytest.importorskip("safetensors.numpy")
-    decoder = small_decoder()
-    weights.save(tmp_path / "w.safetensors", decoder, jnp.float32)
-    arrays = numpy_format.load_file(tmp_path / "w.safetensors")
-    ours, metadata = weights.read_safetensors(tmp_path / "w.safetensors")
-    assert sorted(arrays) == sorted(ours)
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(array, ours[name])
-    numpy_format.save_file(arrays, tmp_path / "theirs.safetensors", metadata)
-    again = weights.load(tmp_path / "theirs.safetensors", implementation="xla")
-    np.testing.assert_array_equal(full(again, TOKENS), full(decoder, TOKENS))
 
 
 def hugging_face_files(decoder, directory, head=True):
@@ -68,11 +56,11 @@ def hugging_face_files(decoder, directory, head=True):
             for letter in "qkvo":
                 named[f"self_attn.{letter}_proj.bias"] = attention[f"{letter}_bias"][i].reshape(-1)
         arrays |= {f"model.layers.{i}.{name}": array for name, array in named.items()}
-    arrays = {name: np.asarray(array) for name, array in arrays.items()}
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     names = sorted(arrays)
     for number, part in enumerate((names[::2], names[1::2])):
         path = directory / f"model-{number}.safetensors"
-        weights.write_safetensors(path, {name: arrays[name] for name in part}, {"format": "pt"})
+        save_file({name: arrays[name] for name in part}, path, {"format": "pt"})
     description = {
         "model_type": "llama",
         "vocab_size": config.vocab_size,
@@ -148,66 +136,46 @@ def test_decoder_is_a_llama(tmp_path, changes):
 def test_hugging_face_files_that_do_not_fit(tmp_path):
     arrays = hugging_face_files(small_decoder(), tmp_path)
     extra = tmp_path / "model-9.safetensors"
-    weights.write_safetensors(extra, {"model.layers.0.self_attn.rotary.weight": np.zeros(1, np.float32)}, {})
+    save_file({"model.layers.0.self_attn.rotary.weight": np.zeros(1, np.float32)}, extra)
     with pytest.raises(
         ValueError, match="weights must be those of a Llama decoder, got 'model.layers.0.self_attn.rotary"
     ):
         weights.load_hf(tmp_path)
-    weights.write_safetensors(
-        extra, {"model.layers.3.mlp.up_proj.weight": arrays["model.layers.0.mlp.up_proj.weight"]}, {}
-    )
+    save_file({"model.layers.3.mlp.up_proj.weight": arrays["model.layers.0.mlp.up_proj.weight"]}, extra)
     with pytest.raises(ValueError, match=r"layers.mlp.up must come for layers 0..2, got \[0, 1, 2, 3\]"):
         weights.load_hf(tmp_path)
 
 
 def test_wrong_names_and_shapes(tmp_path):
     weights.save(tmp_path / "w.safetensors", small_decoder(), jnp.float32)
-    arrays, metadata = weights.read_safetensors(tmp_path / "w.safetensors")
-    arrays = {name: np.array(array) for name, array in arrays.items()}
+    arrays = load_file(tmp_path / "w.safetensors")
+    with safe_open(tmp_path / "w.safetensors", framework="numpy") as file:
+        metadata = file.metadata()
     broken = dict(arrays, embedding=np.zeros((3, 3), np.float32))
-    weights.write_safetensors(tmp_path / "b.safetensors", broken, metadata)
+    save_file(broken, tmp_path / "b.safetensors", metadata)
     with pytest.raises(ValueError, match=r"embedding must have shape \(61, 32\), got \(3, 3\)"):
         weights.load(tmp_path / "b.safetensors")
     del arrays["embedding"]
-    weights.write_safetensors(tmp_path / "b.safetensors", arrays, metadata)
+    save_file(arrays, tmp_path / "b.safetensors", metadata)
     with pytest.raises(ValueError, match=r"missing \['embedding'\], superfluous \[\]"):
         weights.load(tmp_path / "b.safetensors")
-    weights.write_safetensors(tmp_path / "b.safetensors", arrays, {})
+    save_file(arrays, tmp_path / "b.safetensors")
     with pytest.raises(ValueError, match="path must hold a decoder's config"):
         weights.load(tmp_path / "b.safetensors")
 
 
-def header(text, size=None):
-    return struct.pack("<Q", len(text) if size is None else size) + text
-
-
-ENTRY = b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, %d]}}'
-
-
-@pytest.mark.parametrize(
-    "content, reason",
-    {
-        b"abc": "3 bytes",
-        header(b"{}", 1 << 60): "a header of 1152921504606846976 bytes",
-        header(b"not json"): "the header is no JSON",
-        header(b"[]"): "the header is no JSON object",
-        header(b'{"x": 1}'): "entry 'x' lacks dtype",
-        header(ENTRY % 8) + b"1234": r"x \[2\] F32 at bytes 0..8 of 4",
-        header(ENTRY % 4) + b"1234": r"x \[2\] F32 at bytes 0..4 of 4",
-        header((ENTRY % 8).replace(b"F32", b"I64")) + b"12345678": "x has dtype I64",
-    }.items(),
-)
-def test_broken_files(tmp_path, content, reason):
+@pytest.mark.parametrize("content", [b"abc", b"not a safetensors file at all", (1 << 60).to_bytes(8, "little") + b"{}"])
+def test_broken_files(tmp_path, content):
     path = tmp_path / "broken.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="path must be a safetensors file.*" + reason):
-        weights.read_safetensors(path)
+    with pytest.raises(ValueError, match="path must be a safetensors file, got .*broken"):
+        weights.load(path)
 
 
 def test_shipped_model_is_small():
     path = weights.shipped()
     assert path.stat().st_size <= 6_000_000
-    arrays, _ = weights.read_safetensors(path)
+    arrays = load_file(path)
     assert 1_000_000 <= sum(array.size for array in arrays.values()) <= 3_000_000
     assert {str(array.dtype) for array in arrays.values()} == {"bfloat16"}
     decoder = weights.load(path)
