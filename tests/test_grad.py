@@ -2,6 +2,10 @@
 the float64 golden, under JAX's transformations, and in linear memory."""
 
 import functools
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -343,3 +347,10 @@ def test_memory_is_linear(monkeypatch):
     small, large = temporaries(1024), temporaries(4096)
     assert large < 4.5 * small
     assert large < 4096 * 4096 * H  # bytes: a quarter of one float32 array of logits
+
+
+def test_gradients_on_four_devices():
+    program = pathlib.Path(__file__).with_name("grad_sharding_program.py")
+    environment = dict(os.environ, XLA_FLAGS="--xla_force_host_platform_device_count=4", JAX_PLATFORMS="cpu")
+    ran = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr

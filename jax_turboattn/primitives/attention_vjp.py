@@ -24,6 +24,7 @@ from ..spec import AttnSpec
 # Elements of one block's [B, H, queries, keys] arrays, about ten of which are alive at once: 16 MB each.
 BLOCK_ELEMENTS = 1 << 22
 MIN_BLOCK, MAX_BLOCK = 16, 512
+DIFFERENTIABLE = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
 
 _dot = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
@@ -58,8 +59,19 @@ def backward(
       operands: the primitive's, by name, after `alike`.
       out, lse: its results. dout, dlse: their cotangents.
     """
-    if spec.op == "attention":
-        return _backward(spec, operands, xla.dense_rows(spec, operands), out, lse, dout, dlse)
+    local = functools.partial(_dense if spec.op == "attention" else _ragged, spec)
+    mesh = jax.typeof(operands["query"]).sharding.mesh
+    if jax.sharding.AxisType.Explicit in mesh.axis_types:  # shardings in types: the compiler places what is in between
+        placed = {name: jax.typeof(operands[name]).sharding.spec for name in DIFFERENTIABLE if name in operands}
+        local = jax.sharding.auto_axes(local, out_sharding=placed)
+    return local(operands, out, lse, dout, dlse)
+
+
+def _dense(spec, operands, out, lse, dout, dlse):
+    return _backward(spec, operands, xla.dense_rows(spec, operands), out, lse, dout, dlse)
+
+
+def _ragged(spec, operands, out, lse, dout, dlse):
     lifted = {**operands, **{name: operands[name][None] for name in ("query", "key", "value")}}
     rows = xla.ragged_rows(spec, operands)
     grads = _backward(spec, lifted, rows, *(x[None] for x in (out, lse, dout, dlse)))
@@ -304,5 +316,4 @@ def _sink_gradient(operands, out, lse, dout, dlse) -> dict[str, jax.Array]:
 
 
 def _zero_gradients(operands) -> dict[str, jax.Array]:
-    names = ("query", "key", "value", "bias", "alibi_slopes")
-    return {name: jnp.zeros_like(operands[name]) for name in names if name in operands}
+    return {name: jnp.zeros_like(operands[name]) for name in DIFFERENTIABLE if name in operands}

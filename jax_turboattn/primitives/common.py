@@ -179,7 +179,8 @@ def _partitioned(definition: Definition, inner: Primitive, spec: Spec):
         chosen: dict[str, Any] = {}
         for axis, names in (("b", ("b",)), ("k", ("k", "h"))):
             for info, toks in zip(arg_infos, tokens):
-                dims = tuple(info.sharding.spec) + (None,) * len(info.shape)
+                # Not every sharding that XLA proposes has a spec: those are ignored.
+                dims = tuple(getattr(info.sharding, "spec", ())) + (None,) * len(info.shape)
                 for i, tok in enumerate(toks):
                     if tok in names and dims[i] is not None and axis not in chosen:
                         extent = info.shape[i] // (group if tok == "h" else 1)
@@ -191,13 +192,15 @@ def _partitioned(definition: Definition, inner: Primitive, spec: Spec):
             if as_set(used) & as_set(chosen["b"]):
                 chosen.pop("b")  # one mesh axis cannot split two array axes
 
-        def sharding(toks):
+        def sharding(toks, info):
             where = {"b": chosen.get("b"), "k": chosen.get("k"), "h": chosen.get("k")}
-            return NamedSharding(mesh, PartitionSpec(*(where.get(t) for t in toks)))
+            # bias and mask: b1 and h1 are b and h, or broadcast from size 1
+            axes = [t[0] if t[1:].isdigit() and n > 1 else t for t, n in zip(toks, info.shape)]
+            return NamedSharding(mesh, PartitionSpec(*(where.get(t) for t in axes)))
 
         local = call(_with_fewer_heads(spec, size(mesh, chosen.get("k"))))
-        results = tuple(sharding(toks) for toks in result_tokens)
-        return mesh, local, results, tuple(sharding(toks) for toks in tokens)
+        results = tuple(map(sharding, result_tokens, result_infos))
+        return mesh, local, results, tuple(map(sharding, tokens, arg_infos))
 
     def rule(mesh, arg_types, result_types):
         names = {"h": "(k g)" if group > 1 else "k"}
