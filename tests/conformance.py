@@ -465,8 +465,8 @@ def jax_nn_cases() -> list[cases.Case]:
         bounded = not isinstance(sides, tuple) or all(side is not None and side >= 0 for side in sides)
         same_shapes = spec.T == spec.S and spec.B and spec.value_dim in (None, spec.dim) and spec.dtype != "float16"
         if spec.op == "attention" and same_shapes and plain and bounded and set(dict(spec.static)) <= static:
-            if case.values.lens != "wild":
-                chosen.append(case)
+            if case.values.lens != "wild" and not case.values.data.startswith("nan"):
+                chosen.append(case)  # jax.nn lets NaN of unseen keys through: it is compared without any
     return chosen
 
 
