@@ -61,6 +61,11 @@ struct Sequences {
   int64_t num_tokens = 0;               // T, rows of the packed arrays
   int64_t uniform_q_len = 0;            // Q, used when q_ranges is null
   int32_t cp_size = 1;                  // local key j has the global position j * cp_size + cp_rank
+  // A prefix that all sequences share: keys at positions 0 .. min(prefix_len, n * P) - 1, never written. Everything above then describes a sequence's
+  // own tokens only, whose positions start at prefix_len. Null together.
+  const int32_t* prefix_pages = nullptr;  // [n] page ids, as in page_table
+  const int32_t* prefix_len = nullptr;    // [1] tokens
+  int64_t num_prefix_pages = 0;           // n
 };
 
 // Rotary embedding of the columns [offset, offset + dim) of each head. dim == 0: none.
@@ -118,6 +123,8 @@ struct ScoreParams {
   const int32_t* window = nullptr;     // [B,2] (left, right), -1: unbounded; may be null
   const float* sinks = nullptr;        // [H] natural-log units; may be null
   const float* alibi_slopes = nullptr;  // [H]; may be null
+  const uint8_t* tree_mask = nullptr;   // [T,U] 0 or 1: which of its sequence's new tokens a row sees, in place of causality; may be null
+  int64_t tree_columns = 0;             // U; new tokens past it are hidden
 };
 
 // What the fused step does to the query before attention: bias, RoPE, logn, one rounding to E.

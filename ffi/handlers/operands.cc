@@ -24,6 +24,7 @@ std::string Name(ffi::DataType type) {
     case ffi::U8: return "uint8";
     case ffi::S32: return "int32";
     case ffi::U32: return "uint32";
+    case ffi::PRED: return "bool";
     default: return "XLA type " + std::to_string(static_cast<int>(type));
   }
 }

@@ -6,7 +6,6 @@ namespace {
 
 ffi::Error PagedAttention(Context context, ffi::RemainingArgs args, ffi::RemainingRets results, const PagedAttributes& attributes) {
   Operands operands("paged_attention", context, attributes.operands, args, results);
-  RefuseOperands(operands, {"tree_mask", "prefix_pages", "prefix_len"});
   const bool packed = operands.has("q_ranges");
   const KvCache cache = ReadCache(operands, attributes.kv_dtype, operands.FloatType("query"), attributes.value_dim);
   const Sequences seqs = ReadSequences(operands, attributes.cp_size, packed);

@@ -7,7 +7,6 @@ namespace {
 // Append first, then attention over the cache as written; the query's prologue is part of the attention kernel's loads.
 ffi::Error PagedAttentionStep(Context context, ffi::RemainingArgs args, ffi::RemainingRets results, const StepAttributes& attributes) {
   Operands operands("paged_attention_step", context, attributes.operands, args, results);
-  RefuseOperands(operands, {"tree_mask", "prefix_pages", "prefix_len"});
   AppendParams append = ReadAppend(operands, attributes.kv_dtype, operands.FloatType("query"), attributes.value_dim, attributes.cp_size,
                                    RopePart(attributes));
   WriteCache(operands, &append.cache);

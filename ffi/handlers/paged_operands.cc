@@ -59,6 +59,11 @@ Sequences ReadSequences(Operands& operands, int32_t cp_size, bool packed) {
   seqs.batch = operands.size('B');
   seqs.max_pages = operands.size('M');
   seqs.cp_size = cp_size;
+  if (operands.has("prefix_pages") || operands.has("prefix_len")) {
+    seqs.prefix_pages = operands.Ints("prefix_pages", "n");
+    seqs.prefix_len = operands.Ints("prefix_len", "1");
+    seqs.num_prefix_pages = operands.size('n');
+  }
   if (cp_size < 1) operands.Fail("cp_size must be at least 1, got " + std::to_string(cp_size));
   return seqs;
 }
@@ -155,6 +160,12 @@ PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache
   const bool packed = query_rows == "T H";
   params.seqs.uniform_q_len = packed ? 0 : operands.size('Q');
   params.seqs.num_tokens = packed ? operands.size('T') : operands.size('B') * operands.size('Q');
+  params.score.tree_mask = static_cast<const uint8_t*>(operands.Optional("tree_mask", "t U", {ffi::PRED}));
+  params.score.tree_columns = operands.size('U');
+  if (params.score.tree_mask != nullptr && operands.size('t') != params.seqs.num_tokens) {
+    operands.Fail("tree_mask must have a row for each of the " + std::to_string(params.seqs.num_tokens) + " query tokens, got " +
+                  std::to_string(operands.size('t')));
+  }
   return params;
 }
 

@@ -115,8 +115,6 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
 _CPU_MISSING = {
     "bias": "a dense bias runs on xla only",
     "mask": "a dense mask runs on xla only",
-    "tree_mask": "tree_mask is not written for the CPU kernels",
-    "prefix_pages": "shared_prefix is not written for the CPU kernels",
 }
 
 

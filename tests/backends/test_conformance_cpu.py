@@ -13,4 +13,4 @@ if ffi.load("cpu").reason is not None:
 
 class TestCpu(conformance.Conformance):
     implementation = "cpu"
-    unsupported = frozenset({"bias", "mask", "tree_mask", "shared_prefix"})
+    unsupported = frozenset({"bias", "mask"})

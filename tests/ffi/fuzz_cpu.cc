@@ -316,6 +316,22 @@ void FuzzPagedAttention(Random& random) {
   ScoreCase score = MakeScore(random, c.seqs.batch, c.num_heads, wild, true);
   const int64_t T = c.seqs.num_tokens, H = c.num_heads, D = c.cache.head_dim, Dv = c.cache.value_dim;
   Block query = random.Elements(c.cache.dtype, T * H * D, false);
+  const int64_t K = c.cache.num_kv_heads, G = H / K;
+  const int64_t num_prefix = random.Below(3);
+  Block prefix_pages = random.Ints(num_prefix, 0, std::max<int64_t>(c.cache.num_pages - 1, 0), wild);
+  Block prefix_len = random.Ints(1, 0, num_prefix * c.cache.page_size, wild);
+  if (random.Chance(30)) {
+    c.seqs.prefix_pages = prefix_pages.as<int32_t>();
+    c.seqs.prefix_len = prefix_len.as<int32_t>();
+    c.seqs.num_prefix_pages = num_prefix;
+  }
+  const int64_t tree_columns = random.Below(8);
+  Block tree(T * tree_columns);
+  for (int64_t i = 0; i < tree.bytes; ++i) tree.as<uint8_t>()[i] = random.Chance(60);
+  if (score.score.is_causal && random.Chance(30)) {
+    score.score.tree_mask = tree.as<uint8_t>();
+    score.score.tree_columns = tree_columns;
+  }
   PagedAttentionParams params;
   params.cache = c.cache;
   params.seqs = c.seqs;
@@ -341,41 +357,56 @@ void FuzzPagedAttention(Random& random) {
   Expect(out[0] == out[1] && lse[0] == lse[1], "results depend on the buffers' contents or on the number of threads");
 
   // Decoded keys, by local index; gather knows no ranks, so ask it for everything that is mapped.
-  const int64_t S = c.seqs.max_pages * c.cache.page_size, K = c.cache.num_kv_heads, G = H / K;
-  Block all = random.Ints(c.seqs.batch, S, S, 0);
+  // The table is widened by the prefix, in front.
+  const int64_t front = c.seqs.prefix_len != nullptr ? num_prefix : 0, M = front + c.seqs.max_pages, P = c.cache.page_size, F = front * P;
+  Block table(4 * c.seqs.batch * M), all = random.Ints(c.seqs.batch, M * P, M * P, 0);
+  for (int64_t b = 0; b < c.seqs.batch; ++b) {
+    std::copy_n(prefix_pages.as<int32_t>(), front, table.as<int32_t>() + b * M);
+    std::copy_n(c.seqs.page_table + b * c.seqs.max_pages, c.seqs.max_pages, table.as<int32_t>() + b * M + front);
+  }
   GatherParams gather;
   gather.cache = c.cache;
-  gather.seqs = c.seqs;
+  gather.seqs.layer = c.seqs.layer;
+  gather.seqs.page_table = table.as<int32_t>();
   gather.seqs.kv_lens = all.as<int32_t>();
-  gather.seqs.cp_rank = nullptr;
-  gather.seqs.cp_size = 1;
+  gather.seqs.batch = c.seqs.batch;
+  gather.seqs.max_pages = M;
   gather.out_dtype = c.cache.kv_dtype == DType::kFloat8E4M3 ? c.cache.dtype : DType::kFloat32;
-  Block keys(RowBytes(gather.out_dtype, c.seqs.batch * S * K * D)), values(RowBytes(gather.out_dtype, c.seqs.batch * S * K * Dv));
+  Block keys(RowBytes(gather.out_dtype, c.seqs.batch * M * P * K * D)), values(RowBytes(gather.out_dtype, c.seqs.batch * M * P * K * Dv));
   gather.key = keys.as<char>();
   gather.value = values.as<char>();
   cpu::Inline in_line;
   Run(cpu::Gather(gather, in_line));
   Expect(before == c.key, "gather changed the cache");
+  const int64_t start = c.seqs.prefix_len != nullptr ? *c.seqs.prefix_len : 0;
 
   for (int64_t b = 0; b < c.seqs.batch; ++b) {
     const int64_t q = c.seqs.uniform_q_len;
     const int64_t lo = c.seqs.q_ranges == nullptr ? b * q : std::clamp<int64_t>(c.seqs.q_ranges[2 * b], 0, T);
     const int64_t hi = c.seqs.q_ranges == nullptr ? lo + q : std::clamp<int64_t>(c.seqs.q_ranges[2 * b + 1], lo, T);
     const int64_t rank = c.seqs.cp_rank[b];
-    const bool exists = rank >= 0 && rank < c.seqs.cp_size && c.seqs.layer[b] >= 0 && c.seqs.layer[b] < c.cache.num_layers;
+    const bool rank_exists = rank >= 0 && rank < c.seqs.cp_size;
+    const bool layer_exists = c.seqs.layer[b] >= 0 && c.seqs.layer[b] < c.cache.num_layers;
     for (int64_t row = lo; row < hi; ++row) {
-      const int64_t p = int64_t{c.seqs.kv_lens[b]} - (hi - lo) + (row - lo);
+      const int64_t first = start + c.seqs.kv_lens[b] - (hi - lo), p = first + (row - lo);
       for (int64_t h = 0; h < H; ++h) {
         std::vector<double> x(D);
         for (int64_t d = 0; d < D; ++d) x[d] = Element(c.cache.dtype, query, (row * H + h) * D + d);
-        const auto position = [&](int64_t j) { return j * c.seqs.cp_size + rank; };
+        const auto position = [&](int64_t j) { return j < F ? j : start + (j - F) * c.seqs.cp_size + rank; };
         const auto sees = [&](int64_t j) {
-          const int32_t page = c.seqs.page_table[b * c.seqs.max_pages + j / c.cache.page_size];
-          return exists && page >= 0 && page < c.cache.num_pages && position(j) < c.seqs.kv_lens[b] && InWindow(score.score, b, p, position(j));
+          const int32_t page = gather.seqs.page_table[b * M + j / P];
+          if (!layer_exists || page < 0 || page >= c.cache.num_pages) return false;
+          if (j < F ? j >= start : !rank_exists || position(j) - start >= c.seqs.kv_lens[b]) return false;
+          const int64_t column = position(j) - first;
+          if (score.score.tree_mask == nullptr) return InWindow(score.score, b, p, position(j));
+          ScoreParams without_causal = score.score;
+          without_causal.is_causal = false;
+          return InWindow(without_causal, b, p, position(j)) &&
+                 (column < 0 || (column < tree_columns && score.score.tree_mask[row * tree_columns + column] != 0));
         };
-        const auto key = [&](int64_t j, int64_t d) { return Element(gather.out_dtype, keys, ((b * S + j) * K + h / G) * D + d); };
-        const auto value = [&](int64_t j, int64_t d) { return Element(gather.out_dtype, values, ((b * S + j) * K + h / G) * Dv + d); };
-        const ReferenceRow want = AttendRow(x, S, Dv, score.score, h, p, key, value, sees, position);
+        const auto key = [&](int64_t j, int64_t d) { return Element(gather.out_dtype, keys, ((b * M * P + j) * K + h / G) * D + d); };
+        const auto value = [&](int64_t j, int64_t d) { return Element(gather.out_dtype, values, ((b * M * P + j) * K + h / G) * Dv + d); };
+        const ReferenceRow want = AttendRow(x, M * P, Dv, score.score, h, p, key, value, sees, position);
         std::vector<float> got(Dv);
         for (int64_t d = 0; d < Dv; ++d) got[d] = Element(params.out_dtype, out[0], (row * H + h) * Dv + d);
         Compare(want, got.data(), lse[0].as<float>()[row * H + h], Epsilon(params.out_dtype));

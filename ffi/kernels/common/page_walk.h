@@ -48,12 +48,23 @@ TA_HD int64_t LocalKeyCount(int64_t limit, int64_t cp_rank, int64_t cp_size) {
   return limit > cp_rank ? (limit - cp_rank + cp_size - 1) / cp_size : 0;
 }
 
-// The page (layer * N + page id) in column `column` of sequence b's table, or kUnmapped. column must be in [0, M).
-TA_HD int64_t PageAt(const KvCache& cache, const Sequences& seqs, int64_t b, int64_t column) {
-  const int32_t layer = seqs.layer[b];
-  const int32_t page = seqs.page_table[b * seqs.max_pages + column];
+// Position of the sequences' own first tokens.
+TA_HD int64_t FirstPosition(const Sequences& seqs) { return seqs.prefix_len != nullptr ? *seqs.prefix_len : 0; }
+
+// Number of keys of the shared prefix.
+TA_HD int64_t PrefixKeyCount(const Sequences& seqs, int64_t page_size) {
+  return seqs.prefix_len != nullptr ? Clamp(*seqs.prefix_len, 0, seqs.num_prefix_pages * page_size) : 0;
+}
+
+// Page `page` of layer `layer` as layer * N + page, or kUnmapped.
+TA_HD int64_t PageOf(const KvCache& cache, int32_t layer, int32_t page) {
   if (layer < 0 || layer >= cache.num_layers || page < 0 || page >= cache.num_pages) return kUnmapped;
   return static_cast<int64_t>(layer) * cache.num_pages + page;
+}
+
+// The page in column `column` of sequence b's table, or kUnmapped. column must be in [0, M).
+TA_HD int64_t PageAt(const KvCache& cache, const Sequences& seqs, int64_t b, int64_t column) {
+  return PageOf(cache, seqs.layer[b], seqs.page_table[b * seqs.max_pages + column]);
 }
 
 // Row of [L,N,K,P] for kv head `head` and slot `slot` of a page that PageAt returned. Times the row's length it is the offset in the pool.

@@ -85,7 +85,7 @@ void AppendToken(const AppendParams& params, int64_t b, int64_t token, int64_t p
   const Side sides[2] = {{params.key, params.key_bias, cache.key, cache.key_params, cache.head_dim},
                          {params.value, params.value_bias, cache.value, cache.value_params, cache.value_dim}};
   float* x = scratch.row.get();
-  MakeTurns(params.rope, b, token, position, scratch.turns.get());
+  MakeTurns(params.rope, b, token, FirstPosition(params.seqs) + position, scratch.turns.get());
   for (int s = 0; s < 2; ++s) {
     const Side& side = sides[s];
     if (side.source == nullptr) continue;

@@ -29,8 +29,21 @@ struct SequenceView {
   int64_t q_len = 0;
   int64_t position = 0;     // of the first token
   MaskRule rule = {};
+  // Its keys, by index: first those of the shared prefix, at positions 0, 1, ...; then its own local keys, the j-th at start + j * cp_size + cp_rank.
+  int64_t prefix_keys = 0;
+  int64_t start = 0;
+  int64_t limit = 0;  // own global keys
   int64_t cp_rank = 0;
   int64_t cp_size = 1;
+
+  // Smallest range of key indices that holds every key with a position in `positions`.
+  KeyRange Indices(KeyRange positions) const {
+    const KeyRange prefix = ClampKeys(positions, prefix_keys);
+    const KeyRange own = LocalKeys(ClampKeys({positions.lo - start, positions.hi - start}, limit), cp_rank, cp_size);
+    const int64_t lo = prefix.lo < prefix.hi ? prefix.lo : prefix_keys + own.lo;
+    const int64_t hi = own.lo < own.hi ? prefix_keys + own.hi : prefix.hi;
+    return {lo, std::max(lo, hi)};
+  }
 };
 
 // Where keys come from: plain arrays or pages.
@@ -38,7 +51,7 @@ class KeySource {
  public:
   virtual ~KeySource() = default;
   virtual SequenceView Sequence(int64_t b) const = 0;
-  // Fills *block with existing local keys from [begin, end) of sequence b and kv head `head`; returns where to go on.
+  // Fills *block with existing keys from the indices [begin, end) of sequence b and kv head `head`; returns where to go on. No key: there is none left.
   virtual int64_t Collect(int64_t b, int64_t head, int64_t begin, int64_t end, KeyBlock* block) const = 0;
 };
 
@@ -53,15 +66,15 @@ class LinearSource final : public KeySource {
       const TokenRange kv = ClampRange(params_.kv_ranges, b, params_.num_keys);
       view.first_token = q.lo;
       view.q_len = q.hi - q.lo;
-      view.rule.limit = kv.hi - kv.lo;
-      view.position = view.rule.limit - view.q_len;
+      view.limit = kv.hi - kv.lo;
+      view.position = view.limit - view.q_len;
     } else {
       view.first_token = b * params_.num_tokens;
       view.q_len = params_.query_lens != nullptr ? Clamp(params_.query_lens[b], 0, params_.num_tokens) : params_.num_tokens;
-      view.rule.limit = params_.kv_lens != nullptr ? Clamp(params_.kv_lens[b], 0, params_.num_keys) : params_.num_keys;
+      view.limit = params_.kv_lens != nullptr ? Clamp(params_.kv_lens[b], 0, params_.num_keys) : params_.num_keys;
       view.position = params_.query_offset != nullptr ? params_.query_offset[b] : 0;
     }
-    view.rule = MakeMaskRule(view.rule.limit, params_.score.is_causal, params_.score.window, b);
+    view.rule = MakeMaskRule(params_.score.is_causal, params_.score.window, b);
     return view;
   }
 
@@ -73,7 +86,7 @@ class LinearSource final : public KeySource {
       const int64_t i = j - begin, row = (first + j) * params_.num_kv_heads + head;
       block->key[i] = static_cast<const char*>(params_.key) + row * key_bytes;
       block->value[i] = static_cast<const char*>(params_.value) + row * value_bytes;
-      block->position[i] = static_cast<int32_t>(j);
+      block->position[i] = j;
       if (params_.segment_ids_kv != nullptr) block->segment[i] = params_.segment_ids_kv[first + j];
     }
     block->count = static_cast<int>(stop - begin);
@@ -90,55 +103,77 @@ class PagedSource final : public KeySource {
 
   SequenceView Sequence(int64_t b) const override {
     const TokenRange q = QueryRange(seqs_, b);
+    const int64_t rank = CpRank(seqs_, b);
     SequenceView view;
     view.first_token = q.lo;
     view.q_len = q.hi - q.lo;
-    view.position = int64_t{seqs_.kv_lens[b]} - view.q_len;
+    view.prefix_keys = PrefixKeyCount(seqs_, cache_.page_size);
+    view.start = FirstPosition(seqs_);
+    view.position = view.start + seqs_.kv_lens[b] - view.q_len;
     view.cp_size = seqs_.cp_size;
-    const int64_t rank = CpRank(seqs_, b);
-    const int64_t limit = rank == kUnmapped ? 0 : KeyLimit(seqs_, b, cache_.page_size);
     view.cp_rank = rank == kUnmapped ? 0 : rank;
-    view.rule = MakeMaskRule(limit, score_.is_causal, score_.window, b);
+    view.limit = rank == kUnmapped ? 0 : KeyLimit(seqs_, b, cache_.page_size);
+    view.rule = MakeMaskRule(score_.is_causal && score_.tree_mask == nullptr, score_.window, b);
     return view;
   }
 
   int64_t Collect(int64_t b, int64_t head, int64_t begin, int64_t end, KeyBlock* block) const override {
+    block->count = 0;
+    const int64_t prefix = PrefixKeyCount(seqs_, cache_.page_size);
+    if (begin < prefix) {
+      const Run run = {seqs_.prefix_pages, seqs_.layer[b], head, 0, 1};
+      begin = CollectRun(run, begin, std::min(end, prefix), block);
+      if (block->count > 0) return begin;  // a block does not reach into the sequence's own keys: its positions must ascend
+    }
+    const Run run = {seqs_.page_table + b * seqs_.max_pages, seqs_.layer[b], head, FirstPosition(seqs_) + CpRank(seqs_, b), seqs_.cp_size};
+    return prefix + CollectRun(run, begin - prefix, end - prefix, block);
+  }
+
+ private:
+  // Keys in consecutive slots of the pages of one table.
+  struct Run {
+    const int32_t* pages;
+    int32_t layer;
+    int64_t head;
+    int64_t position;  // of key 0
+    int64_t stride;    // between positions
+  };
+
+  int64_t CollectRun(const Run& run, int64_t begin, int64_t end, KeyBlock* block) const {
     const int64_t key_bytes = RowBytes(cache_.kv_dtype, cache_.head_dim), value_bytes = RowBytes(cache_.kv_dtype, cache_.value_dim);
     const int64_t pair_bytes = 2 * RowBytes(cache_.dtype, 1);
-    const int64_t rank = CpRank(seqs_, b);
     const bool shared = cache_.value == nullptr;
     int64_t j = begin;
     int count = 0;
     while (j < end && count < kBlockKeys) {
       const int64_t slot = j % cache_.page_size;
-      const int64_t page = PageAt(cache_, seqs_, b, j / cache_.page_size);
+      const int64_t page = PageOf(cache_, run.layer, run.pages[j / cache_.page_size]);
       if (page == kUnmapped) {
         j += cache_.page_size - slot;
         continue;
       }
-      const int64_t run = std::min({cache_.page_size - slot, end - j, int64_t{kBlockKeys - count}});
-      const int64_t row = CacheRow(cache_, page, head, slot);
-      for (int64_t i = 0; i < run; ++i, ++count) {
+      const int64_t present = std::min({cache_.page_size - slot, end - j, int64_t{kBlockKeys - count}});
+      const int64_t row = CacheRow(cache_, page, run.head, slot);
+      for (int64_t i = 0; i < present; ++i, ++count) {
         block->key[count] = static_cast<const char*>(cache_.key) + (row + i) * key_bytes;
         // Without a value pool, values are the first Dv columns of the keys.
         block->value[count] = shared ? block->key[count] : static_cast<const char*>(cache_.value) + (row + i) * value_bytes;
-        block->position[count] = static_cast<int32_t>((j + i) * seqs_.cp_size + rank);
+        block->position[count] = run.position + (j + i) * run.stride;
         if (HasRowParams(cache_.kv_dtype)) {
           block->key_params[count] = static_cast<const char*>(cache_.key_params) + (row + i) * pair_bytes;
           block->value_params[count] = shared ? block->key_params[count] : static_cast<const char*>(cache_.value_params) + (row + i) * pair_bytes;
         } else if (cache_.kv_dtype == DType::kFloat8E4M3) {
-          const int64_t scale = seqs_.layer[b] * cache_.num_kv_heads + head;
+          const int64_t scale = run.layer * cache_.num_kv_heads + run.head;
           block->key_params[count] = static_cast<const float*>(cache_.key_params) + scale;
           block->value_params[count] = shared ? block->key_params[count] : static_cast<const float*>(cache_.value_params) + scale;
         }
       }
-      j += run;
+      j += present;
     }
     block->count = count;
-    return j;
+    return std::min(j, end);
   }
 
- private:
   const KvCache& cache_;
   const Sequences& seqs_;
   const ScoreParams& score_;
@@ -167,7 +202,7 @@ struct Unit {
   int64_t head;       // kv head
   int64_t first_row;  // (token, head of the group) row of the sequence, token-major
   int rows;
-  KeyRange keys;      // local keys that some row may see
+  KeyRange keys;      // indices of keys that some row may see
   int64_t first_split() const { return keys.lo / kSplitKeys; }
   int64_t num_splits() const { return keys.hi > keys.lo ? (keys.hi - 1) / kSplitKeys - first_split() + 1 : 0; }
   // Time in arbitrary units. Few rows are bound by reading keys, which costs as much as computing about 8 rows.
@@ -233,12 +268,14 @@ struct Worker {
     scratch.Plan(&tile.position, rows);
     scratch.Plan(&tile.slope, rows);
     scratch.Plan(&tile.segment, rows);
+    scratch.Plan(&tile.tree, rows);
     scratch.Plan(&tile.score, int64_t{rows} * kBlockKeys);
     scratch.Plan(&tile.alpha, rows);
     scratch.Plan(&tile.key, kBlockKeys * width);
     scratch.Plan(&tile.key_t, kBlockKeys * width);
     scratch.Plan(&tile.value, kBlockKeys * value_width);
     scratch.Plan(&tile.zeros, value_width);
+    scratch.Plan(&tile.ones, rows);
     scratch.Plan(&tile.key_t_rows, width);
     PlanPartial(scratch, &part, rows, problem.spec.value_dim);
     PlanPartial(scratch, &total, rows, problem.spec.value_dim);
@@ -247,6 +284,7 @@ struct Worker {
     // Columns that pad rows are read and never written.
     std::fill(tile.query, tile.query + rows * width, 0.f);
     std::fill(tile.zeros, tile.zeros + value_width, 0.f);
+    std::fill(tile.ones, tile.ones + rows, 1.f);
     if (width != problem.spec.head_dim) std::fill(tile.key, tile.key + kBlockKeys * width, 0.f);
     if (value_width != problem.spec.value_dim) std::fill(tile.value, tile.value + kBlockKeys * value_width, 0.f);
     for (int64_t d = 0; d < width; ++d) tile.key_t_rows[d] = tile.key_t + d * kBlockKeys;
@@ -316,6 +354,7 @@ void StartUnit(const Problem& problem, const Unit& unit, Worker& worker) {
   const SequenceView sequence = problem.source->Sequence(unit.b);
   Tile& tile = worker.tile;
   tile.rows = unit.rows;
+  tile.tree_start = sequence.position;
   switch (problem.spec.dtype) {
     case DType::kBfloat16: LoadQuery<bf16>(problem, sequence, unit, worker); break;
     case DType::kFloat16: LoadQuery<fp16>(problem, sequence, unit, worker); break;
@@ -325,10 +364,11 @@ void StartUnit(const Problem& problem, const Unit& unit, Worker& worker) {
     const int64_t i = (unit.first_row + r) / problem.group();
     const KeyRange visible = VisibleKeys(sequence.rule, sequence.position + i);
     tile.position[r] = sequence.position + i;
-    tile.visible_lo[r] = static_cast<int32_t>(visible.lo);  // both are at most rule.limit < 2^31
-    tile.visible_hi[r] = static_cast<int32_t>(visible.hi);
+    tile.visible_lo[r] = visible.lo;
+    tile.visible_hi[r] = visible.hi;
     if (problem.spec.has_alibi) tile.slope[r] = problem.score.alibi_slopes[unit.head * problem.group() + (unit.first_row + r) % problem.group()];
     if (problem.spec.has_segments) tile.segment[r] = problem.query_segment[sequence.first_token + i];
+    if (problem.spec.has_tree) tile.tree[r] = problem.score.tree_mask + (sequence.first_token + i) * problem.score.tree_columns;
   }
 }
 
@@ -383,8 +423,7 @@ std::vector<Unit> MakeUnits(const Problem& problem) {
     for (int64_t first = 0; first < rows; first += kTileRows) {
       const int64_t last = std::min(first + kTileRows, rows) - 1;
       const int64_t p0 = sequence.position + first / problem.group(), p1 = sequence.position + last / problem.group();
-      const KeyRange seen = {VisibleKeys(sequence.rule, p0).lo, VisibleKeys(sequence.rule, p1).hi};
-      const KeyRange keys = LocalKeys({seen.lo, std::max(seen.lo, seen.hi)}, sequence.cp_rank, sequence.cp_size);
+      const KeyRange keys = sequence.Indices({VisibleKeys(sequence.rule, p0).lo, VisibleKeys(sequence.rule, p1).hi});
       for (int64_t head = 0; head < problem.num_kv_heads; ++head) units.push_back({b, head, first, static_cast<int>(last - first + 1), keys});
     }
   }
@@ -514,6 +553,8 @@ TileSpec MakeSpec(const ScoreParams& score, DType dtype, DType kv_dtype, int64_t
   spec.soft_cap = score.soft_cap;
   spec.has_alibi = score.alibi_slopes != nullptr;
   spec.has_segments = has_segments;
+  spec.has_tree = score.tree_mask != nullptr;
+  spec.tree_columns = score.tree_columns;
   return spec;
 }
 

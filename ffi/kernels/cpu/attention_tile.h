@@ -22,7 +22,7 @@ struct KeyBlock {
   const void* value[kBlockKeys];
   const void* key_params[kBlockKeys];    // int8/int4: the row's (scale, zero), E; fp8: the head's float32 scale
   const void* value_params[kBlockKeys];
-  int32_t position[kBlockKeys];
+  int64_t position[kBlockKeys];
   int32_t segment[kBlockKeys];  // set when rows have segments
 };
 
@@ -36,6 +36,8 @@ struct TileSpec {
   float soft_cap;  // 0: off
   bool has_alibi;
   bool has_segments;
+  bool has_tree;
+  int64_t tree_columns;
 };
 
 // One tile of query rows. All arrays are float32 scratch unless noted.
@@ -45,17 +47,20 @@ struct Tile {
   float* max;           // [rows] result
   float* sum;           // [rows] result
   float* acc;           // [rows, Padded(Dv)] result: unnormalised sum of p * v
-  int32_t* visible_lo;  // [rows] positions [lo, hi) that the row sees
-  int32_t* visible_hi;  // [rows]
+  int64_t* visible_lo;  // [rows] positions [lo, hi) that the row sees
+  int64_t* visible_hi;  // [rows]
   int64_t* position;    // [rows]
   float* slope;         // [rows], set when has_alibi
   int32_t* segment;     // [rows], set when has_segments
+  const uint8_t** tree;  // [rows] rows of the tree mask, set when has_tree
+  int64_t tree_start;    // position of its column 0, the sequence's first new token
   float* score;         // [rows, kBlockKeys]
   float* alpha;         // [rows]
   float* key;           // [kBlockKeys, Padded(D)]
   float* key_t;         // [Padded(D), kBlockKeys]
   float* value;         // [kBlockKeys, Padded(Dv)]
   float* zeros;         // [Padded(Dv)]
+  float* ones;          // [rows]
   const float** key_t_rows;  // [Padded(D)] addresses of the rows of key_t
 };
 

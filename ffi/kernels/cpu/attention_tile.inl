@@ -232,12 +232,13 @@ static Rows ValueRows(const TileSpec& spec, const KeyBlock& block, const KeyBloc
 
 // -- matrix products -------------------------------------------------------------------------------------------------------------------------
 
-// c[r, 0 .. NV*kLanes) = (beta ? beta[r] * c : 0) + sum_k a[r, k] * b[k][...] for Rows rows.
+// c[r, 0 .. kVectors * kLanes) = (beta ? beta[r] * c : 0) + sum_k a[r, k] * b[k][...] for kRows rows. The sum starts from 0 and meets c once, so errors
+// grow with the depth of one call and not with all that c has taken in.
 template <int kRows, int kVectors>
 TA_INLINE void GemmTile(int64_t depth, const float* a, int64_t lda, const float* const* b, int64_t column, float* c, int64_t ldc, const float* beta) {
   Vec sum[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVectors; ++v) sum[r][v] = beta == nullptr ? Vec{} : Load(c + r * ldc + v * kLanes) * beta[r];
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = Vec{};
   }
   for (int64_t k = 0; k < depth; ++k) {
     const float* row = b[k] + column;
@@ -249,7 +250,10 @@ TA_INLINE void GemmTile(int64_t depth, const float* a, int64_t lda, const float*
     }
   }
   for (int r = 0; r < kRows; ++r) {
-    for (int v = 0; v < kVectors; ++v) Store(c + r * ldc + v * kLanes, sum[r][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      float* out = c + r * ldc + v * kLanes;
+      Store(out, beta == nullptr ? sum[r][v] : Fma(Load(out), Splat(beta[r]), sum[r][v]));
+    }
   }
 }
 
@@ -335,14 +339,22 @@ static void Transpose(int64_t width, const float* const* keys, int count, float*
 
 // -- softmax ---------------------------------------------------------------------------------------------------------------------------------
 
+// Tokens before the new ones are seen by all rows.
+static bool SeesInTree(const TileSpec& spec, const KeyBlock& block, const Tile& tile, int r, int j) {
+  const int64_t column = block.position[j] - tile.tree_start;
+  return column < 0 || (column < spec.tree_columns && tile.tree[r][column] != 0);
+}
+
 static bool Sees(const TileSpec& spec, const KeyBlock& block, const Tile& tile, int r, int j) {
   if (spec.has_segments && block.segment[j] != tile.segment[r]) return false;
+  if (spec.has_tree && !SeesInTree(spec, block, tile, r, j)) return false;
   return block.position[j] >= tile.visible_lo[r] && block.position[j] < tile.visible_hi[r];
 }
 
 // Some key of the block is invisible to some row of the tile.
 static bool IsPartial(const TileSpec& spec, const KeyBlock& block, const Tile& tile) {
   if (spec.has_segments) return true;
+  if (spec.has_tree && block.position[block.count - 1] >= tile.tree_start) return true;
   // Ends grow with the row: the last row has the largest lo, the first the smallest hi.
   return block.position[0] < tile.visible_lo[tile.rows - 1] || block.position[block.count - 1] >= tile.visible_hi[0];
 }
@@ -363,13 +375,16 @@ static void FinishScores(const TileSpec& spec, const KeyBlock& block, const Tile
     }
   }
   if (partial) {
-    const int32_t lo = tile.visible_lo[r], hi = tile.visible_hi[r];
+    const int64_t lo = tile.visible_lo[r], hi = tile.visible_hi[r];
     for (int j = 0; j < block.count; ++j) {
       const bool seen = (block.position[j] >= lo) & (block.position[j] < hi);
       score[j] = seen ? score[j] : -INFINITY;
     }
     if (spec.has_segments) {
       for (int j = 0; j < block.count; ++j) score[j] = block.segment[j] == tile.segment[r] ? score[j] : -INFINITY;
+    }
+    if (spec.has_tree) {
+      for (int j = 0; j < block.count; ++j) score[j] = SeesInTree(spec, block, tile, r, j) ? score[j] : -INFINITY;
     }
   }
   for (int j = block.count; j < padded; ++j) score[j] = -INFINITY;
@@ -446,13 +461,17 @@ void Take(const TileSpec& spec, const KeyBlock& block, const KeyBlock& next, con
   FloatRows(spec, KeyRows(spec, block, next, tile), keys);
   for (int j = block.count; j % 4 != 0; ++j) keys[j] = keys[block.count - 1];
   const int64_t width = (spec.head_dim + kLanes - 1) / kLanes * kLanes;
-  constexpr int kDotRows = 8;  // up to here a transposed copy of the block costs more than the sums across lanes
+  constexpr int64_t kDepth = 32;  // products summed in one chain
+  constexpr int kDotRows = 8;     // up to here a transposed copy of the block costs more than the sums across lanes
   if (tile.rows <= kDotRows) {
     Dot(tile.rows, width, tile.query, keys, block.count, tile.score);
   } else {
     Transpose(width, keys, block.count, tile.key_t);
-    Gemm(tile.rows, spec.head_dim, (block.count + kLanes - 1) / kLanes, tile.query, Padded(spec.head_dim), tile.key_t_rows, tile.score, kBlockKeys,
-         nullptr);
+    for (int64_t d = 0; d < spec.head_dim; d += kDepth) {
+      const int64_t depth = spec.head_dim - d < kDepth ? spec.head_dim - d : kDepth;
+      Gemm(tile.rows, depth, (block.count + kLanes - 1) / kLanes, tile.query + d, Padded(spec.head_dim), tile.key_t_rows + d, tile.score, kBlockKeys,
+           d == 0 ? nullptr : tile.ones);
+    }
   }
   const bool partial = IsPartial(spec, block, tile);
   for (int r = 0; r < tile.rows; ++r) {
