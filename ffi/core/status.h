@@ -13,7 +13,7 @@ class Status {
   static Status Error(std::string message) { return Status(std::move(message)); }
 
   bool ok() const { return message_.empty(); }
-  // "<kernel's name>: <what must hold>, got <value>"; empty on success.
+  // What went wrong, without the kernel's name, which the handler adds; empty on success.
   const std::string& message() const { return message_; }
 
  private:

@@ -38,7 +38,7 @@ template <class Params>
 Status RunKernel(Context stream, const Kernel& kernel, const Params& params) {
   const cudaError_t error = kernel.launch<CudaLaunch<Params>>()(params, stream);
   if (error == cudaSuccess) return Status();
-  return Status::Error(to_string(kernel.desc()) + ": launch failed with " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) +
+  return Status::Error(std::string("launch failed with ") + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) +
                        "); the fault may be that of an earlier kernel");
 }
 
@@ -123,7 +123,7 @@ ffi::Error Launch(Context context, const KernelDesc& asked, const Params& params
   const Kernel* kernel = FindKernel(asked);
   if (kernel == nullptr) return ffi::Error::Internal(to_string(asked) + ": this build has no such kernel");
   const Status status = RunKernel(context, *kernel, params);
-  return status.ok() ? ffi::Error::Success() : ffi::Error::Internal(status.message());
+  return status.ok() ? ffi::Error::Success() : ffi::Error::Internal(to_string(kernel->desc()) + ": " + status.message());
 }
 
 }  // namespace turboattn

@@ -125,7 +125,7 @@ Status Append(const AppendParams& params, Parallel& parallel) {
   for (Scratch& s : scratch) {
     s.row.reset(new (std::nothrow) float[std::max(params.cache.head_dim, params.cache.value_dim)]);
     s.turns.reset(new (std::nothrow) SinCos[params.rope.dim / 2]);
-    if (s.row == nullptr || s.turns == nullptr) return Status::Error("append_cpu: no memory for a row");
+    if (s.row == nullptr || s.turns == nullptr) return Status::Error("no memory for a row");
   }
   parallel.For(static_cast<int64_t>(items.size()), [&](int64_t n, int worker) {
     const Item& item = items[n];

@@ -472,7 +472,7 @@ Status RunSplits(const Problem& problem, TakeBlock take, const std::vector<Unit>
   Scratch scratch;
   for (Partial& partial : partials) PlanPartial(scratch, &partial, rows, problem.spec.value_dim);
   PlanPartial(scratch, &total, rows, problem.spec.value_dim);
-  if (!scratch.Allocate()) return Status::Error("attention_cpu: no memory for partial results");
+  if (!scratch.Allocate()) return Status::Error("no memory for partial results");
 
   std::vector<Task> wave;
   const auto run_wave = [&] {
@@ -518,7 +518,7 @@ Status RunUnits(const Problem& problem, std::vector<Unit>& units, Parallel& para
   const int64_t items = whole ? static_cast<int64_t>(units.size()) : NumSlots(parallel);
   std::vector<Worker> workers(std::min<int64_t>(parallel.num_workers(), items));
   for (Worker& worker : workers) {
-    if (!worker.Allocate(problem, rows)) return Status::Error("attention_cpu: no memory for a thread's working set");
+    if (!worker.Allocate(problem, rows)) return Status::Error("no memory for a thread's working set");
   }
   const TakeBlock take = SelectTakeBlock();
   if (!whole) return RunSplits(problem, take, units, workers, rows, parallel);

@@ -18,7 +18,7 @@ Status CopyArray(void* pool, int64_t page_bytes, const std::vector<PageCopy>& co
   if (pool == nullptr || page_bytes == 0 || copies.empty()) return Status();
   const int64_t count = static_cast<int64_t>(copies.size());
   std::unique_ptr<char[]> staged(new (std::nothrow) char[count * page_bytes]);
-  if (staged == nullptr) return Status::Error("copy_pages_cpu: no memory to stage " + std::to_string(count) + " pages");
+  if (staged == nullptr) return Status::Error("no memory to stage " + std::to_string(count) + " pages");
   char* pages = static_cast<char*>(pool);
   parallel.For(count, [&](int64_t i, int) { std::memcpy(staged.get() + i * page_bytes, pages + copies[i].source * page_bytes, page_bytes); });
   // In order and on one thread: of two copies to one page the last wins, always.

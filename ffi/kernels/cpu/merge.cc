@@ -47,7 +47,7 @@ Status Merge(const MergeParams& params, Parallel& parallel) {
   std::vector<std::unique_ptr<float[]>> acc(std::min<int64_t>(parallel.num_workers(), items));
   for (auto& a : acc) {
     a.reset(new (std::nothrow) float[params.value_dim]);
-    if (a == nullptr) return Status::Error("merge_cpu: no memory for a row");
+    if (a == nullptr) return Status::Error("no memory for a row");
   }
   parallel.For(items, [&](int64_t item, int worker) {
     for (int64_t row = item * kRowsPerItem; row < std::min(rows, (item + 1) * kRowsPerItem); ++row) {
