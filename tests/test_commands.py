@@ -1,0 +1,110 @@
+"""The commands env, kernels and explain, and what they report; one-line errors with exit status 2."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import jax_turboattn as ta
+from jax_turboattn import __main__ as command_line
+from jax_turboattn.backends import ffi
+
+
+def test_the_cpu_module_is_here():
+    """Elsewhere a missing module skips tests; here it is a failure, so that a suite without it cannot pass."""
+    assert ffi.load("cpu").reason is None
+    assert ffi.load("cpu").targets == {ffi.target(op) for op in ffi.OPS}
+
+
+def run(capsys, *arguments):
+    status = command_line.main(list(arguments))
+    return status, capsys.readouterr()
+
+
+def test_env_names_every_implementation(capsys):
+    status, printed = run(capsys, "env")
+    assert status == 0
+    facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in printed.out.splitlines())
+    assert facts["jax"] == jax.__version__
+    assert facts["cpu"].startswith("loaded: 8 primitives, built against XLA FFI")
+    assert facts["cuda"].startswith(("loaded", "not available: the extension module _cuda was not built"))
+    assert facts["pallas"].startswith("not available: ")
+    assert facts["JAX_TURBOATTN_IMPLEMENTATION"] == "not set"
+
+
+def test_kernels_lists_the_registry(capsys):
+    status, printed = run(capsys, "kernels")
+    assert status == 0
+    names = [line.split()[0] for line in printed.out.splitlines()[1:]]
+    assert names[: len(ffi.load("cpu").module.kernels())] == [k["name"] for k in ffi.load("cpu").module.kernels()]
+    assert any(name.startswith("decode_cpu_bfloat16_kvint8") for name in names)
+
+
+@pytest.mark.parametrize(
+    "function", ["paged_attention", "paged_decode", "paged_attention_step", "append_kv", "gather_kv", "attention", "ragged_attention"]
+)
+def test_explain(capsys, function):
+    status, printed = run(capsys, "explain", function, "--kv-dtype", "int8", "--platform", "cpu")
+    assert status == 0
+    chosen = [line for line in printed.out.splitlines() if "<- chosen" in line]
+    assert len(chosen) == 1 and chosen[0].split()[1] == "cpu"
+
+
+def test_explain_gives_the_reason_of_each_refusal(capsys):
+    status, printed = run(capsys, "explain", "paged_decode", "--platform", "cuda")
+    assert status == 0
+    rows = {line.split()[1]: line for line in printed.out.splitlines()[1:]}
+    assert list(rows) == ["cuda", "pallas", "xla"]
+    assert "<- chosen" in rows["xla"]
+    assert re.search("was not built|no kernel", rows["cuda"])
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["explain", "paged_decode", "--heads", "7"], "H must be a multiple of K, got H = 7"),
+        (["explain", "paged_decode", "--page-size", "48"], "page_size must be a power of two from 8 to 256, got 48"),
+        (["explain", "paged_decode", "--implementation", "tpu"], "implementation must be one of"),
+        (["explain", "paged_decode", "--implementation", "pallas"], "implementation='pallas' has no kernel for this call"),
+    ],
+)
+def test_errors_are_one_line(capsys, arguments, text):
+    status, printed = run(capsys, *arguments)
+    assert status == 2
+    assert text in printed.err and printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["env", "extra"], ["explain", "paged_decode", "--heads", "x"]])
+def test_usage_errors_are_one_line(arguments):
+    ran = subprocess.run([sys.executable, "-P", "-m", "jax_turboattn", *arguments], capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("python -m jax_turboattn") and ran.stderr.count("\n") == 1
+
+
+def test_a_module_that_is_too_new_is_refused():
+    assert ffi.version_mismatch((0, 3), (0, 5)) is None
+    assert ffi.version_mismatch((0, 5), (0, 5)) is None
+    assert re.match(r"it was built against XLA FFI 0\.5 and this jaxlib has 0\.4; reinstall", ffi.version_mismatch((0, 5), (0, 4)))
+    assert ffi.version_mismatch((1, 0), (0, 5)) is not None
+
+
+def test_a_module_that_is_too_new_falls_back(monkeypatch):
+    """Nothing is registered, and calls take plain jnp: XLA itself never sees the module."""
+    monkeypatch.setattr(ffi, "runtime_ffi_version", lambda: (0, 0))
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda *_, **__: pytest.fail("registered"))
+    ffi.load.cache_clear()
+    try:
+        assert "not usable: it was built against XLA FFI" in ffi.load("cpu").reason
+        arguments = jax.eval_shape(lambda: (jax.numpy.zeros((1, 3, 2, 8)),) * 3)
+        found = ta.explain(lambda *qkv: ta.attention(*qkv), *arguments, platform="cpu")
+        assert [(c.implementation, c.chosen) for c in found] == [("cpu", False), ("xla", True)]
+    finally:
+        monkeypatch.undo()
+        ffi.load.cache_clear()
+
+
+def test_import_needs_neither_flax_nor_a_gpu():
+    code = "import sys, jax_turboattn; print([m for m in ('flax', 'hypothesis', 'torch') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-P", "-c", code], text=True).strip() == "[]"
