@@ -322,7 +322,7 @@ def test_gradients_repeat_bitwise():
 @pytest.mark.parametrize("shape", [(0, 4, 4), (1, 0, 4), (1, 4, 0), (1, 1, 1)], ids=["B0", "T0", "S0", "one"])
 def test_empty_and_tiny_shapes(shape):
     b, t, s = shape
-    operands = jnp.ones((b, t, H, D)), jnp.ones((b, s, K, D)), jnp.ones((b, s, K, D)), jnp.ones(H)
+    operands = [jnp.ones(shape, jnp.float32) for shape in ((b, t, H, D), (b, s, K, D), (b, s, K, D), (H,))]
     loss = lambda q, k, v, sinks: ta.attention(q, k, v, sinks=sinks, implementation="xla").sum()
     for got, x in zip(jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*operands), operands):
         assert got.shape == x.shape and np.isfinite(got).all()

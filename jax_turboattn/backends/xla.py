@@ -646,7 +646,7 @@ def _in_blocks(spec: AttnSpec, attend, keys: _Keys) -> Partial:
     used = keys.exists & (keys.position < keys.end[:, None])
     last = jnp.max(jnp.where(used, jnp.arange(used.shape[1], dtype=jnp.int32) + 1, 0))
     shapes = jax.eval_shape(block, 0)
-    start = Partial(jnp.zeros(shapes.sums.shape), jnp.full(shapes.top.shape, -jnp.inf), jnp.zeros(shapes.total.shape))
+    start = Partial(jnp.zeros_like(shapes.sums), jnp.full_like(shapes.top, -jnp.inf), jnp.zeros_like(shapes.total))
     blocks = (last + KEY_BLOCK - 1) // KEY_BLOCK
     return lax.fori_loop(0, blocks, lambda i, partial: _fold(partial, block(i)), start)
 

@@ -289,6 +289,7 @@ def _cut(x, t: Any, s: Any, Tc: int, Sc: int) -> jax.Array:
 def _add_cut(x, block, t: Any, s: Any) -> jax.Array:
     """x with `block` added at the place that `_cut` reads."""
     start = (0, 0, 0, t if x.shape[3] > 1 else 0, s if x.shape[4] > 1 else 0)
+    start = tuple(jnp.asarray(i, jnp.int32) for i in start)  # one type, also where jax_enable_x64 widens loop indices
     old = lax.dynamic_slice(x, start, block.shape)
     return lax.dynamic_update_slice(x, old + block, start)
 
