@@ -1,5 +1,5 @@
-// What is asked of a kernel, in values that are known when a call is compiled. to_string(desc) is the kernel's name everywhere: registry, errors,
-// benchmarks, profiles.
+// What is asked of a kernel, in values that are known when a call is compiled. to_string(desc) is the kernel's name
+// everywhere: registry, errors, benchmarks, profiles.
 #ifndef TURBOATTN_CORE_DESC_H_
 #define TURBOATTN_CORE_DESC_H_
 
@@ -14,11 +14,11 @@ enum class Phase : int32_t { kAttention, kRaggedAttention, kPrefill, kDecode, kA
 
 struct KernelDesc {
   Phase phase = Phase::kAttention;
-  std::string family;  // "cpu", "sm75", "sm80", "sm90"
+  std::string family;                // "cpu", "sm75", "sm80", "sm90"
   DType dtype = DType::kFloat32;     // E
   DType kv_dtype = DType::kFloat32;  // the cache's; equal to dtype where there is no cache
-  int64_t head_dim = 0;   // D; 0: any
-  int64_t value_dim = 0;  // Dv; 0: any
+  int64_t head_dim = 0;              // D; 0: any
+  int64_t value_dim = 0;             // Dv; 0: any
 };
 
 const char* to_string(Phase phase);

@@ -1,4 +1,5 @@
-// Outcome of host code below handlers/: returned, never thrown, and nothing exits. handlers/ turns a failure into an ffi::Error.
+// Outcome of host code below handlers/: returned, never thrown, and nothing exits. handlers/ turns a failure into an
+// ffi::Error.
 #ifndef TURBOATTN_CORE_STATUS_H_
 #define TURBOATTN_CORE_STATUS_H_
 
@@ -17,7 +18,8 @@ class Status {
   const std::string& message() const { return message_; }
 
  private:
-  explicit Status(std::string message) : message_(message.empty() ? std::string("unknown error") : std::move(message)) {}
+  explicit Status(std::string message)
+      : message_(message.empty() ? std::string("unknown error") : std::move(message)) {}
   std::string message_;
 };
 

@@ -5,7 +5,8 @@
 namespace turboattn {
 namespace {
 
-ffi::Error Attention(Context context, ffi::RemainingArgs args, ffi::RemainingRets results, const LinearAttributes& attributes) {
+ffi::Error Attention(Context context, ffi::RemainingArgs args, ffi::RemainingRets results,
+                     const LinearAttributes& attributes) {
   Operands operands("attention", context, attributes.operands, args, results);
   RefuseOperands(operands, {"bias", "mask"});
   LinearAttentionParams params = ReadLinear(operands, attributes, "B T H", "B S K");
@@ -14,7 +15,8 @@ ffi::Error Attention(Context context, ffi::RemainingArgs args, ffi::RemainingRet
   params.query_offset = operands.OptionalInts("query_offset", "B");
   params.segment_ids_q = operands.OptionalInts("segment_ids_q", "B T");
   params.segment_ids_kv = operands.OptionalInts("segment_ids_kv", "B S");
-  if ((params.segment_ids_q == nullptr) != (params.segment_ids_kv == nullptr)) operands.Fail("segment_ids must be given for queries and keys");
+  if ((params.segment_ids_q == nullptr) != (params.segment_ids_kv == nullptr))
+    operands.Fail("segment_ids must be given for queries and keys");
   if (!operands.ok()) return operands.error();
   return Launch(context, LinearDesc(Phase::kAttention, params), params);
 }

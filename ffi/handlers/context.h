@@ -1,5 +1,5 @@
-// Where a handler's kernels run: XLA's thread pool in the CPU module, XLA's stream in the CUDA module. The handlers themselves are the same source for
-// both; TURBOATTN_CUDA or TURBOATTN_CPU says which module is being built.
+// Where a handler's kernels run: XLA's thread pool in the CPU module, XLA's stream in the CUDA module. The handlers
+// themselves are the same source for both; TURBOATTN_CUDA or TURBOATTN_CPU says which module is being built.
 #ifndef TURBOATTN_HANDLERS_CONTEXT_H_
 #define TURBOATTN_HANDLERS_CONTEXT_H_
 
@@ -44,7 +44,9 @@ Status RunKernel(Context stream, const Kernel& kernel, const Params& params) {
 
 inline Status CopyBytes(Context stream, void* to, const void* from, size_t bytes) {
   const cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
-  return error == cudaSuccess ? Status() : Status::Error(std::string("copy of a cache that is not donated: ") + cudaGetErrorString(error));
+  return error == cudaSuccess
+             ? Status()
+             : Status::Error(std::string("copy of a cache that is not donated: ") + cudaGetErrorString(error));
 }
 
 #else
@@ -53,11 +55,13 @@ using ContextTag = ffi::ThreadPool;
 using Context = ffi::ThreadPool;
 constexpr std::initializer_list<ffi::Traits> kTraits = {};
 
-// Items over XLA's pool. The calling thread works too and waits for items, never for tasks: a task that the pool starts late finds nothing to do, so a
-// busy pool, or a pool of one thread that is itself running this handler, cannot deadlock.
+// Items over XLA's pool. The calling thread works too and waits for items, never for tasks: a task that the pool starts
+// late finds nothing to do, so a busy pool, or a pool of one thread that is itself running this handler, cannot
+// deadlock.
 class PoolParallel final : public cpu::Parallel {
  public:
-  explicit PoolParallel(ffi::ThreadPool pool) : pool_(std::move(pool)), helpers_(static_cast<int>(pool_.num_threads()) - 1) {}
+  explicit PoolParallel(ffi::ThreadPool pool)
+      : pool_(std::move(pool)), helpers_(static_cast<int>(pool_.num_threads()) - 1) {}
 
   int num_workers() const override { return helpers_ > 0 ? helpers_ + 1 : 1; }
 
@@ -84,7 +88,8 @@ class PoolParallel final : public cpu::Parallel {
     void Work(int worker) {
       const cpu::KeepSubnormals keep;
       int64_t finished = 0;
-      // `body` lives on the caller's stack; it is only touched with an unfinished item in hand, while the caller still waits.
+      // `body` lives on the caller's stack; it is only touched with an unfinished item in hand, while the caller still
+      // waits.
       for (int64_t item = next++; item < items; item = next++, ++finished) (*body)(item, worker);
       if (finished == 0) return;
       const std::lock_guard<std::mutex> lock(mutex);
@@ -123,7 +128,8 @@ ffi::Error Launch(Context context, const KernelDesc& asked, const Params& params
   const Kernel* kernel = FindKernel(asked);
   if (kernel == nullptr) return ffi::Error::Internal(to_string(asked) + ": this build has no such kernel");
   const Status status = RunKernel(context, *kernel, params);
-  return status.ok() ? ffi::Error::Success() : ffi::Error::Internal(to_string(kernel->desc()) + ": " + status.message());
+  return status.ok() ? ffi::Error::Success()
+                     : ffi::Error::Internal(to_string(kernel->desc()) + ": " + status.message());
 }
 
 }  // namespace turboattn

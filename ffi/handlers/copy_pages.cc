@@ -5,7 +5,8 @@ namespace turboattn {
 namespace {
 
 // The kernel copies bytes, so this primitive has no dtype attributes: a cache row is as long as its array says.
-ffi::Error CopyPages(Context context, ffi::RemainingArgs args, ffi::RemainingRets results, const OperandsOnly& attributes) {
+ffi::Error CopyPages(Context context, ffi::RemainingArgs args, ffi::RemainingRets results,
+                     const OperandsOnly& attributes) {
   Operands operands("copy_pages", context, attributes.operands, args, results);
   const std::initializer_list<ffi::DataType> stored = {ffi::F32, ffi::BF16, ffi::F16, ffi::U8, ffi::F8E4M3FN};
   const std::initializer_list<ffi::DataType> floats = {ffi::F32, ffi::BF16, ffi::F16};

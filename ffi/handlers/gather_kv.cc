@@ -4,7 +4,8 @@
 namespace turboattn {
 namespace {
 
-ffi::Error GatherKv(Context context, ffi::RemainingArgs args, ffi::RemainingRets results, const GatherAttributes& attributes) {
+ffi::Error GatherKv(Context context, ffi::RemainingArgs args, ffi::RemainingRets results,
+                    const GatherAttributes& attributes) {
   Operands operands("gather_kv", context, attributes.operands, args, results);
   GatherParams params;
   // E: of the parameters of int8 and int4, of an unquantised cache itself. fp8 has no E and decodes to the output type.
@@ -20,13 +21,15 @@ ffi::Error GatherKv(Context context, ffi::RemainingArgs args, ffi::RemainingRets
   params.cache = ReadCache(operands, attributes.kv_dtype, dtype, operands.size('E'));
   params.seqs = ReadSequences(operands, 1, false);
   if (!operands.ok()) return operands.error();
-  if (operands.size('S') != params.seqs.max_pages * params.cache.page_size || operands.size('D') != params.cache.head_dim ||
-      operands.size('E') != params.cache.value_dim) {
-    operands.Fail("the results must have M * P tokens and the cache's row lengths, got " + std::to_string(operands.size('S')) + " tokens of " +
-                  std::to_string(operands.size('D')) + " and " + std::to_string(operands.size('E')));
+  if (operands.size('S') != params.seqs.max_pages * params.cache.page_size ||
+      operands.size('D') != params.cache.head_dim || operands.size('E') != params.cache.value_dim) {
+    operands.Fail("the results must have M * P tokens and the cache's row lengths, got " +
+                  std::to_string(operands.size('S')) + " tokens of " + std::to_string(operands.size('D')) + " and " +
+                  std::to_string(operands.size('E')));
     return operands.error();
   }
-  const KernelDesc desc = {Phase::kGather, "", dtype, params.cache.kv_dtype, params.cache.head_dim, params.cache.value_dim};
+  const KernelDesc desc = {Phase::kGather,        "", dtype, params.cache.kv_dtype, params.cache.head_dim,
+                           params.cache.value_dim};
   return Launch(context, desc, params);
 }
 

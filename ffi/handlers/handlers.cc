@@ -3,7 +3,9 @@
 namespace turboattn {
 
 std::vector<std::pair<const char*, void*>> Handlers() {
-  const auto entry = [](const char* target, XLA_FFI_Handler* handler) { return std::make_pair(target, reinterpret_cast<void*>(handler)); };
+  const auto entry = [](const char* target, XLA_FFI_Handler* handler) {
+    return std::make_pair(target, reinterpret_cast<void*>(handler));
+  };
   return {
       entry("turboattn_append_kv_v1", TurboattnAppendKv),
       entry("turboattn_gather_kv_v1", TurboattnGatherKv),

@@ -11,10 +11,11 @@
 #include "xla/ffi/api/ffi.h"
 
 // A handler is an XLA_FFI_Handler whose C++ body takes (Context, RemainingArgs, RemainingRets, attributes).
-#define TURBOATTN_DEFINE_HANDLER(symbol, body, Attributes)                                                                                       \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(symbol, body,                                                                                                    \
-                                xla::ffi::Ffi::Bind().Ctx<turboattn::ContextTag>().RemainingArgs().RemainingRets().Attrs<Attributes>(),           \
-                                turboattn::kTraits)
+#define TURBOATTN_DEFINE_HANDLER(symbol, body, Attributes)                                                    \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                              \
+      symbol, body,                                                                                           \
+      xla::ffi::Ffi::Bind().Ctx<turboattn::ContextTag>().RemainingArgs().RemainingRets().Attrs<Attributes>(), \
+      turboattn::kTraits)
 
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TurboattnAttention);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TurboattnRaggedAttention);

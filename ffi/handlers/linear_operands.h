@@ -11,8 +11,8 @@
 namespace turboattn {
 
 // query_rows, key_rows: axes before D, "B T H" and "B S K" or "T H" and "S K".
-inline LinearAttentionParams ReadLinear(Operands& operands, const LinearAttributes& attributes, const std::string& query_rows,
-                                        const std::string& key_rows) {
+inline LinearAttentionParams ReadLinear(Operands& operands, const LinearAttributes& attributes,
+                                        const std::string& query_rows, const std::string& key_rows) {
   LinearAttentionParams params;
   params.dtype = operands.FloatType("query");
   const ffi::DataType type = XlaType(params.dtype);

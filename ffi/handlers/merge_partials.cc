@@ -5,7 +5,8 @@
 namespace turboattn {
 namespace {
 
-ffi::Error MergePartials(Context context, ffi::RemainingArgs args, ffi::RemainingRets results, const OperandsOnly& attributes) {
+ffi::Error MergePartials(Context context, ffi::RemainingArgs args, ffi::RemainingRets results,
+                         const OperandsOnly& attributes) {
   Operands operands("merge_partials", context, attributes.operands, args, results);
   MergeParams params;
   params.dtype = operands.FloatType("outs");

@@ -13,19 +13,28 @@ std::string Dims(const ffi::AnyBuffer& buffer) {
   return text + "]";
 }
 
-// Names for error texts. Not operator<<: a stream needs a locale, and where the C++ library is linked into this module as well as into its host, the
-// two locales' facets mix and the process dies.
+// Names for error texts. Not operator<<: a stream needs a locale, and where the C++ library is linked into this module
+// as well as into its host, the two locales' facets mix and the process dies.
 std::string Name(ffi::DataType type) {
   switch (type) {
-    case ffi::F32: return "float32";
-    case ffi::BF16: return "bfloat16";
-    case ffi::F16: return "float16";
-    case ffi::F8E4M3FN: return "float8_e4m3fn";
-    case ffi::U8: return "uint8";
-    case ffi::S32: return "int32";
-    case ffi::U32: return "uint32";
-    case ffi::PRED: return "bool";
-    default: return "XLA type " + std::to_string(static_cast<int>(type));
+    case ffi::F32:
+      return "float32";
+    case ffi::BF16:
+      return "bfloat16";
+    case ffi::F16:
+      return "float16";
+    case ffi::F8E4M3FN:
+      return "float8_e4m3fn";
+    case ffi::U8:
+      return "uint8";
+    case ffi::S32:
+      return "int32";
+    case ffi::U32:
+      return "uint32";
+    case ffi::PRED:
+      return "bool";
+    default:
+      return "XLA type " + std::to_string(static_cast<int>(type));
   }
 }
 
@@ -60,7 +69,8 @@ Axis NextAxis(const char** text) {
 
 }  // namespace
 
-Operands::Operands(std::string function, Context context, std::string_view names, ffi::RemainingArgs args, ffi::RemainingRets results)
+Operands::Operands(std::string function, Context context, std::string_view names, ffi::RemainingArgs args,
+                   ffi::RemainingRets results)
     : function_(std::move(function)), context_(std::move(context)), results_(results) {
   std::fill(sizes_, sizes_ + kAxes, -1);
   for (size_t i = 0, start = 0; start < names.size(); ++i) {
@@ -71,7 +81,8 @@ Operands::Operands(std::string function, Context context, std::string_view names
     start = comma + 1;
   }
   const size_t named = names.empty() ? 0 : static_cast<size_t>(std::count(names.begin(), names.end(), ',')) + 1;
-  if (named != args.size()) Fail("operands must name all " + std::to_string(args.size()) + " arrays, got " + std::string(names));
+  if (named != args.size())
+    Fail("operands must name all " + std::to_string(args.size()) + " arrays, got " + std::string(names));
 }
 
 void Operands::Fail(const std::string& what) {
@@ -112,12 +123,14 @@ DType Operands::StoredType(std::string_view name) const {
 DType Operands::BiasType(std::initializer_list<const char*> names, DType dtype) {
   for (const char* name : names) {
     const Operand* operand = Find(name);
-    if (operand != nullptr) return operand->buffer.element_type() == ffi::F32 ? DType::kFloat32 : dtype;  // the others are checked against it
+    if (operand != nullptr)
+      return operand->buffer.element_type() == ffi::F32 ? DType::kFloat32 : dtype;  // the others are checked against it
   }
   return dtype;
 }
 
-void* Operands::Check(const std::string& label, const ffi::AnyBuffer& buffer, const char* axes, std::initializer_list<ffi::DataType> types) {
+void* Operands::Check(const std::string& label, const ffi::AnyBuffer& buffer, const char* axes,
+                      std::initializer_list<ffi::DataType> types) {
   if (!ok()) return nullptr;
   const auto dims = buffer.dimensions();
   const size_t all_axes = static_cast<size_t>(std::count(axes, axes + std::strlen(axes), ' ')) + 1;

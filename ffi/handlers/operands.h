@@ -1,5 +1,5 @@
-// The buffers of one call, by name. Python checks all of this when it traces and says it better; here it is the backstop that keeps a kernel from
-// reading a buffer of another shape or type.
+// The buffers of one call, by name. Python checks all of this when it traces and says it better; here it is the
+// backstop that keeps a kernel from reading a buffer of another shape or type.
 #ifndef TURBOATTN_HANDLERS_OPERANDS_H_
 #define TURBOATTN_HANDLERS_OPERANDS_H_
 
@@ -16,13 +16,14 @@
 
 namespace turboattn {
 
-// Axes are written "B T H D": the first buffer that has a letter sets its size, later ones must agree; a number is that size; "L?" may be
-// absent, which is a size of 1.
-// The first thing that does not fit is kept as the error; everything after it returns null or 0, and the handler asks error() once, at the end.
+// Axes are written "B T H D": the first buffer that has a letter sets its size, later ones must agree; a number is that
+// size; "L?" may be absent, which is a size of 1. The first thing that does not fit is kept as the error; everything
+// after it returns null or 0, and the handler asks error() once, at the end.
 class Operands {
  public:
   // names: the comma-joined `operands` attribute, in the order of the arguments.
-  Operands(std::string function, Context context, std::string_view names, ffi::RemainingArgs args, ffi::RemainingRets results);
+  Operands(std::string function, Context context, std::string_view names, ffi::RemainingArgs args,
+           ffi::RemainingRets results);
 
   bool has(std::string_view name) const { return Find(name) != nullptr; }
   int rank(std::string_view name) const;
@@ -36,9 +37,15 @@ class Operands {
   void* Required(std::string_view name, const char* axes, std::initializer_list<ffi::DataType> types);
   // Null when the operand is absent.
   void* Optional(std::string_view name, const char* axes, std::initializer_list<ffi::DataType> types);
-  const int32_t* Ints(std::string_view name, const char* axes) { return static_cast<int32_t*>(Required(name, axes, {ffi::S32})); }
-  const int32_t* OptionalInts(std::string_view name, const char* axes) { return static_cast<int32_t*>(Optional(name, axes, {ffi::S32})); }
-  const float* OptionalFloats(std::string_view name, const char* axes) { return static_cast<float*>(Optional(name, axes, {ffi::F32})); }
+  const int32_t* Ints(std::string_view name, const char* axes) {
+    return static_cast<int32_t*>(Required(name, axes, {ffi::S32}));
+  }
+  const int32_t* OptionalInts(std::string_view name, const char* axes) {
+    return static_cast<int32_t*>(Optional(name, axes, {ffi::S32}));
+  }
+  const float* OptionalFloats(std::string_view name, const char* axes) {
+    return static_cast<float*>(Optional(name, axes, {ffi::F32}));
+  }
 
   // The next result. `label` is for error texts.
   void* Result(const char* label, const char* axes, std::initializer_list<ffi::DataType> types);
@@ -61,7 +68,8 @@ class Operands {
   };
   const Operand* Find(std::string_view name) const;
   std::string Expected(const char* axes) const;
-  void* Check(const std::string& label, const ffi::AnyBuffer& buffer, const char* axes, std::initializer_list<ffi::DataType> types);
+  void* Check(const std::string& label, const ffi::AnyBuffer& buffer, const char* axes,
+              std::initializer_list<ffi::DataType> types);
 
   std::string function_;
   Context context_;
@@ -74,11 +82,16 @@ class Operands {
 
 inline ffi::DataType XlaType(DType dtype) {
   switch (dtype) {
-    case DType::kFloat32: return ffi::F32;
-    case DType::kBfloat16: return ffi::BF16;
-    case DType::kFloat16: return ffi::F16;
-    case DType::kFloat8E4M3: return ffi::F8E4M3FN;
-    default: return ffi::U8;  // int8 and int4 codes
+    case DType::kFloat32:
+      return ffi::F32;
+    case DType::kBfloat16:
+      return ffi::BF16;
+    case DType::kFloat16:
+      return ffi::F16;
+    case DType::kFloat8E4M3:
+      return ffi::F8E4M3FN;
+    default:
+      return ffi::U8;  // int8 and int4 codes
   }
 }
 

@@ -4,7 +4,8 @@
 namespace turboattn {
 namespace {
 
-ffi::Error PagedAttention(Context context, ffi::RemainingArgs args, ffi::RemainingRets results, const PagedAttributes& attributes) {
+ffi::Error PagedAttention(Context context, ffi::RemainingArgs args, ffi::RemainingRets results,
+                          const PagedAttributes& attributes) {
   Operands operands("paged_attention", context, attributes.operands, args, results);
   const bool packed = operands.has("q_ranges");
   const KvCache cache = ReadCache(operands, attributes.kv_dtype, operands.FloatType("query"), attributes.value_dim);

@@ -5,10 +5,11 @@ namespace turboattn {
 namespace {
 
 // Append first, then attention over the cache as written; the query's prologue is part of the attention kernel's loads.
-ffi::Error PagedAttentionStep(Context context, ffi::RemainingArgs args, ffi::RemainingRets results, const StepAttributes& attributes) {
+ffi::Error PagedAttentionStep(Context context, ffi::RemainingArgs args, ffi::RemainingRets results,
+                              const StepAttributes& attributes) {
   Operands operands("paged_attention_step", context, attributes.operands, args, results);
-  AppendParams append = ReadAppend(operands, attributes.kv_dtype, operands.FloatType("query"), attributes.value_dim, attributes.cp_size,
-                                   RopePart(attributes));
+  AppendParams append = ReadAppend(operands, attributes.kv_dtype, operands.FloatType("query"), attributes.value_dim,
+                                   attributes.cp_size, RopePart(attributes));
   WriteCache(operands, &append.cache);
   const ScoreParams score = ReadScore(operands, attributes.is_causal, attributes.scale, attributes.logits_soft_cap);
   PagedAttentionParams attention = ReadPagedAttention(operands, append.cache, append.seqs, score, "T H");

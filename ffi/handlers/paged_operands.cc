@@ -5,9 +5,11 @@ namespace turboattn {
 
 KvCache ReadCache(Operands& operands, std::string_view kv_dtype, DType dtype, int64_t value_dim) {
   KvCache cache;
-  if (!ParseDType(std::string(kv_dtype), &cache.kv_dtype)) operands.Fail("kv_dtype must be a cache dtype, got " + std::string(kv_dtype));
+  if (!ParseDType(std::string(kv_dtype), &cache.kv_dtype))
+    operands.Fail("kv_dtype must be a cache dtype, got " + std::string(kv_dtype));
   if (!IsQuantised(cache.kv_dtype) && cache.kv_dtype != dtype) {
-    operands.Fail(std::string("kv_dtype must be the query's dtype ") + to_string(dtype) + " or a quantised one, got " + std::string(kv_dtype));
+    operands.Fail(std::string("kv_dtype must be the query's dtype ") + to_string(dtype) + " or a quantised one, got " +
+                  std::string(kv_dtype));
   }
   cache.dtype = dtype;
   const ffi::DataType stored = XlaType(cache.kv_dtype);
@@ -31,11 +33,12 @@ KvCache ReadCache(Operands& operands, std::string_view kv_dtype, DType dtype, in
   if (!operands.ok()) return cache;
   if (cache.page_size == 0) operands.Fail("key_cache must have pages of at least one token");
   if (packing == 2 && (cache.head_dim % 8 != 0 || (!shared_value && cache.value_dim % 8 != 0))) {
-    operands.Fail("key_cache and value_cache must hold a multiple of 8 elements a row for int4, got " + std::to_string(cache.head_dim) + " and " +
-                  std::to_string(cache.value_dim));
+    operands.Fail("key_cache and value_cache must hold a multiple of 8 elements a row for int4, got " +
+                  std::to_string(cache.head_dim) + " and " + std::to_string(cache.value_dim));
   }
   if (shared_value && (cache.value_dim <= 0 || cache.value_dim > cache.head_dim)) {
-    operands.Fail("value_dim must be in 1 .. " + std::to_string(cache.head_dim) + ", got " + std::to_string(cache.value_dim));
+    operands.Fail("value_dim must be in 1 .. " + std::to_string(cache.head_dim) + ", got " +
+                  std::to_string(cache.value_dim));
   }
   return cache;
 }
@@ -86,11 +89,12 @@ RopeParams ReadRope(Operands& operands, const RopeAttributes& attributes) {
   rope.base = operands.OptionalFloats("rope_base", "B");
   if ((rope.turns == nullptr) == (rope.base == nullptr)) operands.Fail("rope must have either rope_turns or rope_base");
   if (rope.turns != nullptr && operands.size('R') != attributes.dim / 2) {
-    operands.Fail("rope_turns must have " + std::to_string(attributes.dim / 2) + " pairs, got " + std::to_string(operands.size('R')));
+    operands.Fail("rope_turns must have " + std::to_string(attributes.dim / 2) + " pairs, got " +
+                  std::to_string(operands.size('R')));
   }
   if (attributes.dim < 0 || attributes.dim % 2 != 0 || attributes.offset < 0) {
-    operands.Fail("rope_dim must be even and not negative, rope_offset not negative, got " + std::to_string(attributes.dim) + " and " +
-                  std::to_string(attributes.offset));
+    operands.Fail("rope_dim must be even and not negative, rope_offset not negative, got " +
+                  std::to_string(attributes.dim) + " and " + std::to_string(attributes.offset));
   }
   return rope;
 }
@@ -106,7 +110,8 @@ ScoreParams ReadScore(Operands& operands, bool is_causal, float scale, float log
   return score;
 }
 
-AppendParams ReadAppend(Operands& operands, std::string_view kv_dtype, DType dtype, int64_t value_dim, int32_t cp_size, const RopeAttributes& rope) {
+AppendParams ReadAppend(Operands& operands, std::string_view kv_dtype, DType dtype, int64_t value_dim, int32_t cp_size,
+                        const RopeAttributes& rope) {
   AppendParams params;
   params.cache = ReadCache(operands, kv_dtype, dtype, value_dim);
   const ffi::DataType type = XlaType(dtype);
@@ -121,12 +126,14 @@ AppendParams ReadAppend(Operands& operands, std::string_view kv_dtype, DType dty
   params.key_bias = operands.Optional("key_bias", "K D", {bias_type});
   params.value_bias = operands.Optional("value_bias", "K E", {bias_type});
   if (!operands.ok()) return params;
-  if (operands.size('D') != params.cache.head_dim || (params.value != nullptr && operands.size('E') != params.cache.value_dim)) {
-    operands.Fail("key and value must have the cache's row lengths, got " + std::to_string(operands.size('D')) + " and " +
-                  std::to_string(operands.size('E')));
+  if (operands.size('D') != params.cache.head_dim ||
+      (params.value != nullptr && operands.size('E') != params.cache.value_dim)) {
+    operands.Fail("key and value must have the cache's row lengths, got " + std::to_string(operands.size('D')) +
+                  " and " + std::to_string(operands.size('E')));
   }
   if (int64_t{rope.offset} + rope.dim > params.cache.head_dim) {
-    operands.Fail("rope must turn columns of the head, got " + std::to_string(rope.dim) + " from " + std::to_string(rope.offset));
+    operands.Fail("rope must turn columns of the head, got " + std::to_string(rope.dim) + " from " +
+                  std::to_string(rope.offset));
   }
   return params;
 }
@@ -137,11 +144,12 @@ KernelDesc AppendDesc(const AppendParams& params) {
 
 void CheckHeads(Operands& operands, int64_t num_heads, int64_t num_kv_heads) {
   if (!operands.ok() || (num_kv_heads > 0 && num_heads % num_kv_heads == 0) || num_heads == 0) return;
-  operands.Fail("query must have a multiple of the " + std::to_string(num_kv_heads) + " key/value heads, got " + std::to_string(num_heads));
+  operands.Fail("query must have a multiple of the " + std::to_string(num_kv_heads) + " key/value heads, got " +
+                std::to_string(num_heads));
 }
 
-PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache, const Sequences& seqs, const ScoreParams& score,
-                                        const std::string& query_rows) {
+PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache, const Sequences& seqs,
+                                        const ScoreParams& score, const std::string& query_rows) {
   PagedAttentionParams params;
   params.cache = cache;
   params.seqs = seqs;
@@ -154,8 +162,9 @@ PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache
   CheckHeads(operands, params.num_heads, cache.num_kv_heads);
   if (!operands.ok()) return params;
   if (operands.size('D') != cache.head_dim || operands.size('V') != cache.value_dim) {
-    operands.Fail("query and out must have the cache's row lengths " + std::to_string(cache.head_dim) + " and " + std::to_string(cache.value_dim) +
-                  ", got " + std::to_string(operands.size('D')) + " and " + std::to_string(operands.size('V')));
+    operands.Fail("query and out must have the cache's row lengths " + std::to_string(cache.head_dim) + " and " +
+                  std::to_string(cache.value_dim) + ", got " + std::to_string(operands.size('D')) + " and " +
+                  std::to_string(operands.size('V')));
   }
   const bool packed = query_rows == "T H";
   params.seqs.uniform_q_len = packed ? 0 : operands.size('Q');
@@ -163,8 +172,8 @@ PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache
   params.score.tree_mask = static_cast<const uint8_t*>(operands.Optional("tree_mask", "t U", {ffi::PRED}));
   params.score.tree_columns = operands.size('U');
   if (params.score.tree_mask != nullptr && operands.size('t') != params.seqs.num_tokens) {
-    operands.Fail("tree_mask must have a row for each of the " + std::to_string(params.seqs.num_tokens) + " query tokens, got " +
-                  std::to_string(operands.size('t')));
+    operands.Fail("tree_mask must have a row for each of the " + std::to_string(params.seqs.num_tokens) +
+                  " query tokens, got " + std::to_string(operands.size('t')));
   }
   return params;
 }

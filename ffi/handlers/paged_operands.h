@@ -1,5 +1,5 @@
-// Reads the operands that several paged primitives share into Params. Axes: see core/params.h; d and e are the stored lengths of a key and a value row
-// (D and Dv, halved for int4).
+// Reads the operands that several paged primitives share into Params. Axes: see core/params.h; d and e are the stored
+// lengths of a key and a value row (D and Dv, halved for int4).
 #ifndef TURBOATTN_HANDLERS_PAGED_OPERANDS_H_
 #define TURBOATTN_HANDLERS_PAGED_OPERANDS_H_
 
@@ -12,8 +12,8 @@
 
 namespace turboattn {
 
-// kv_dtype: the attribute; dtype: E. value_dim: the attribute where the primitive has it, used when there is no value cache (its values are the
-// first value_dim columns of the keys).
+// kv_dtype: the attribute; dtype: E. value_dim: the attribute where the primitive has it, used when there is no value
+// cache (its values are the first value_dim columns of the keys).
 KvCache ReadCache(Operands& operands, std::string_view kv_dtype, DType dtype, int64_t value_dim);
 
 // Points the cache's written arrays at their results, in the order in which the primitives return them.
@@ -37,16 +37,18 @@ RopeParams ReadRope(Operands& operands, const RopeAttributes& attributes);
 ScoreParams ReadScore(Operands& operands, bool is_causal, float scale, float logits_soft_cap);
 
 // Everything of append_kv but the cache's results, which WriteCache adds. dtype: E.
-AppendParams ReadAppend(Operands& operands, std::string_view kv_dtype, DType dtype, int64_t value_dim, int32_t cp_size, const RopeAttributes& rope);
+AppendParams ReadAppend(Operands& operands, std::string_view kv_dtype, DType dtype, int64_t value_dim, int32_t cp_size,
+                        const RopeAttributes& rope);
 
 KernelDesc AppendDesc(const AppendParams& params);
 
 // Query heads must be a multiple of key/value heads.
 void CheckHeads(Operands& operands, int64_t num_heads, int64_t num_kv_heads);
 
-// The query, results and score of paged attention over `cache` and `seqs`, which have been read. query_rows: axes before D.
-PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache, const Sequences& seqs, const ScoreParams& score,
-                                        const std::string& query_rows);
+// The query, results and score of paged attention over `cache` and `seqs`, which have been read. query_rows: axes
+// before D.
+PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache, const Sequences& seqs,
+                                        const ScoreParams& score, const std::string& query_rows);
 
 KernelDesc PagedDesc(const PagedAttentionParams& params);
 

@@ -5,7 +5,8 @@
 namespace turboattn {
 namespace {
 
-ffi::Error RaggedAttention(Context context, ffi::RemainingArgs args, ffi::RemainingRets results, const LinearAttributes& attributes) {
+ffi::Error RaggedAttention(Context context, ffi::RemainingArgs args, ffi::RemainingRets results,
+                           const LinearAttributes& attributes) {
   Operands operands("ragged_attention", context, attributes.operands, args, results);
   LinearAttentionParams params = ReadLinear(operands, attributes, "T H", "S K");
   params.ragged = true;

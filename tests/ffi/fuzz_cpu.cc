@@ -1,7 +1,8 @@
-// Calls the CPU kernels with random shapes and with integer arrays that hold anything, and checks what can be checked without trusting them:
+// Calls the CPU kernels with random shapes and with integer arrays that hold anything, and checks what can be checked
+// without trusting them:
 //   memory      every array is its own heap block of the exact size, so a sanitizer build sees any access outside;
-//   writes      readers leave the cache alone; append changes only slots that the page tables name; copy_pages only destinations;
-//   whole       results do not depend on what the buffers held before, nor on the number of threads;
+//   writes      readers leave the cache alone; append changes only slots that the page tables name; copy_pages only
+//   destinations; whole       results do not depend on what the buffers held before, nor on the number of threads;
 //   values      attention agrees with plain loops in double over what gather returns.
 // usage: fuzz_cpu COUNT [SEED]. Exit status 1 and a line on stderr at the first failure.
 #include <algorithm>
@@ -52,7 +53,9 @@ struct Block {
   T* as() {
     return reinterpret_cast<T*>(data.get());
   }
-  bool operator==(const Block& other) const { return bytes == other.bytes && std::memcmp(data.get(), other.data.get(), bytes) == 0; }
+  bool operator==(const Block& other) const {
+    return bytes == other.bytes && std::memcmp(data.get(), other.data.get(), bytes) == 0;
+  }
   Block Copy() const {
     Block copy(bytes);
     std::memcpy(copy.data.get(), data.get(), bytes);
@@ -88,7 +91,8 @@ class Random {
     if (!Chance(wild)) return static_cast<int32_t>(Between(lo, hi));
     constexpr int32_t kMin = std::numeric_limits<int32_t>::min(), kMax = std::numeric_limits<int32_t>::max();
     if (Chance(40)) return static_cast<int32_t>(Chance(50) ? lo - 1 : hi + 1);
-    return Chance(50) ? Pick({kMin, kMin + 1, -1, kMax - 1, kMax, 1 << 30, -(1 << 30)}) : static_cast<int32_t>(engine_());
+    return Chance(50) ? Pick({kMin, kMin + 1, -1, kMax - 1, kMax, 1 << 30, -(1 << 30)})
+                      : static_cast<int32_t>(engine_());
   }
   Block Ints(int64_t count, int64_t lo, int64_t hi, int wild) {
     Block block(4 * count);
@@ -136,7 +140,7 @@ float Element(DType dtype, Block& block, int64_t i) {
   return block.as<float>()[i];
 }
 
-// -- a paged cache with its tables ------------------------------------------------------------------------------------------------------------
+// -- a paged cache with its tables --
 
 struct PagedCase {
   KvCache cache;
@@ -157,14 +161,16 @@ Block Pool(Random& random, DType kv_dtype, int64_t rows, int64_t width) {
   if (!IsQuantised(kv_dtype)) return random.Elements(kv_dtype, rows * width, false);
   Block block(RowBytes(kv_dtype, rows * width));
   for (int64_t i = 0; i < block.bytes; ++i) {
-    block.as<uint8_t>()[i] = static_cast<uint8_t>(random.Below(256)) & (kv_dtype == DType::kFloat8E4M3 ? 0xbf : 0xff);  // fp8 below 2
+    block.as<uint8_t>()[i] =
+        static_cast<uint8_t>(random.Below(256)) & (kv_dtype == DType::kFloat8E4M3 ? 0xbf : 0xff);  // fp8 below 2
   }
   return block;
 }
 
 Block PoolParams(Random& random, const KvCache& cache) {
   if (HasRowParams(cache.kv_dtype)) {
-    Block block = random.Elements(cache.dtype, cache.num_layers * cache.num_pages * cache.num_kv_heads * cache.page_size * 2, false);
+    Block block = random.Elements(cache.dtype,
+                                  cache.num_layers * cache.num_pages * cache.num_kv_heads * cache.page_size * 2, false);
     return block;
   }
   return random.Floats(cache.kv_dtype == DType::kFloat8E4M3 ? cache.num_layers * cache.num_kv_heads : 0, 1.f);
@@ -211,7 +217,8 @@ PagedCase MakePaged(Random& random, int wild) {
 bool RangesOverlap(const int32_t* ranges, int64_t batch, int64_t rows) {
   std::vector<bool> taken(rows);
   for (int64_t b = 0; b < batch; ++b) {
-    const int64_t lo = std::clamp<int64_t>(ranges[2 * b], 0, rows), hi = std::clamp<int64_t>(ranges[2 * b + 1], lo, rows);
+    const int64_t lo = std::clamp<int64_t>(ranges[2 * b], 0, rows),
+                  hi = std::clamp<int64_t>(ranges[2 * b + 1], lo, rows);
     for (int64_t row = lo; row < hi; ++row) {
       if (taken[row]) return true;
       taken[row] = true;
@@ -220,19 +227,20 @@ bool RangesOverlap(const int32_t* ranges, int64_t batch, int64_t rows) {
   return false;
 }
 
-// -- attention in double ----------------------------------------------------------------------------------------------------------------------
+// -- attention in double --
 
-// One (token, head) row over keys 0 .. count - 1; `key`, `value` give element d of key j; `sees` and `position` its visibility and place.
+// One (token, head) row over keys 0 .. count - 1; `key`, `value` give element d of key j; `sees` and `position` its
+// visibility and place.
 struct ReferenceRow {
   std::vector<double> out;
   double lse;
   double spread;  // largest sum of p * |v|
-  double peak;    // largest |logit|, cancellation in the dot product undone: what float32 logits are precise relative to
+  double peak;  // largest |logit|, cancellation in the dot product undone: what float32 logits are precise relative to
 };
 
 template <class Key, class Value, class Sees, class Position>
-ReferenceRow AttendRow(const std::vector<double>& q, int64_t count, int64_t value_dim, const ScoreParams& score, int64_t head, int64_t p, Key key,
-                       Value value, Sees sees, Position position) {
+ReferenceRow AttendRow(const std::vector<double>& q, int64_t count, int64_t value_dim, const ScoreParams& score,
+                       int64_t head, int64_t p, Key key, Value value, Sees sees, Position position) {
   std::vector<double> x(count, -INFINITY);
   double peak = 0;
   double max = score.sinks != nullptr ? score.sinks[head] : -INFINITY;
@@ -242,7 +250,8 @@ ReferenceRow AttendRow(const std::vector<double>& q, int64_t count, int64_t valu
     for (size_t d = 0; d < q.size(); ++d) dot += q[d] * key(j, d), size += std::fabs(q[d] * key(j, d));
     x[j] = score.scale * dot;
     if (score.soft_cap != 0) x[j] = score.soft_cap * std::tanh(x[j] / score.soft_cap);
-    if (score.alibi_slopes != nullptr) x[j] -= score.alibi_slopes[head] * std::fabs(static_cast<double>(p - position(j)));
+    if (score.alibi_slopes != nullptr)
+      x[j] -= score.alibi_slopes[head] * std::fabs(static_cast<double>(p - position(j)));
     max = std::max(max, x[j]);
     peak = std::max({peak, std::fabs(score.scale) * size, std::fabs(x[j])});
   }
@@ -301,9 +310,11 @@ ScoreCase MakeScore(Random& random, int64_t batch, int64_t heads, int wild, bool
   return c;
 }
 
-double Epsilon(DType out_dtype) { return out_dtype == DType::kBfloat16 ? 0x1p-8 : out_dtype == DType::kFloat16 ? 0x1p-10 : 0; }
+double Epsilon(DType out_dtype) {
+  return out_dtype == DType::kBfloat16 ? 0x1p-8 : out_dtype == DType::kFloat16 ? 0x1p-10 : 0;
+}
 
-// -- one function a kernel --------------------------------------------------------------------------------------------------------------------
+// -- one function a kernel --
 
 void FuzzPagedAttention(Random& random) {
   const int wild = random.Pick({0, 0, 10, 60});
@@ -358,7 +369,8 @@ void FuzzPagedAttention(Random& random) {
 
   // Decoded keys, by local index; gather knows no ranks, so ask it for everything that is mapped.
   // The table is widened by the prefix, in front.
-  const int64_t front = c.seqs.prefix_len != nullptr ? num_prefix : 0, M = front + c.seqs.max_pages, P = c.cache.page_size, F = front * P;
+  const int64_t front = c.seqs.prefix_len != nullptr ? num_prefix : 0, M = front + c.seqs.max_pages,
+                P = c.cache.page_size, F = front * P;
   Block table(4 * c.seqs.batch * M), all = random.Ints(c.seqs.batch, M * P, M * P, 0);
   for (int64_t b = 0; b < c.seqs.batch; ++b) {
     std::copy_n(prefix_pages.as<int32_t>(), front, table.as<int32_t>() + b * M);
@@ -372,7 +384,8 @@ void FuzzPagedAttention(Random& random) {
   gather.seqs.batch = c.seqs.batch;
   gather.seqs.max_pages = M;
   gather.out_dtype = c.cache.kv_dtype == DType::kFloat8E4M3 ? c.cache.dtype : DType::kFloat32;
-  Block keys(RowBytes(gather.out_dtype, c.seqs.batch * M * P * K * D)), values(RowBytes(gather.out_dtype, c.seqs.batch * M * P * K * Dv));
+  Block keys(RowBytes(gather.out_dtype, c.seqs.batch * M * P * K * D)),
+      values(RowBytes(gather.out_dtype, c.seqs.batch * M * P * K * Dv));
   gather.key = keys.as<char>();
   gather.value = values.as<char>();
   cpu::Inline in_line;
@@ -404,8 +417,12 @@ void FuzzPagedAttention(Random& random) {
           return InWindow(without_causal, b, p, position(j)) &&
                  (column < 0 || (column < tree_columns && score.score.tree_mask[row * tree_columns + column] != 0));
         };
-        const auto key = [&](int64_t j, int64_t d) { return Element(gather.out_dtype, keys, ((b * M * P + j) * K + h / G) * D + d); };
-        const auto value = [&](int64_t j, int64_t d) { return Element(gather.out_dtype, values, ((b * M * P + j) * K + h / G) * Dv + d); };
+        const auto key = [&](int64_t j, int64_t d) {
+          return Element(gather.out_dtype, keys, ((b * M * P + j) * K + h / G) * D + d);
+        };
+        const auto value = [&](int64_t j, int64_t d) {
+          return Element(gather.out_dtype, values, ((b * M * P + j) * K + h / G) * Dv + d);
+        };
         const ReferenceRow want = AttendRow(x, M * P, Dv, score.score, h, p, key, value, sees, position);
         std::vector<float> got(Dv);
         for (int64_t d = 0; d < Dv; ++d) got[d] = Element(params.out_dtype, out[0], (row * H + h) * Dv + d);
@@ -423,13 +440,16 @@ void FuzzLinearAttention(Random& random) {
   params.out_dtype = random.Pick({params.dtype, DType::kFloat32});
   const int64_t B = params.batch = random.Below(4), T = params.num_tokens = random.Below(40);
   const int64_t S = params.num_keys = random.Chance(10) ? random.Between(500, 1100) : random.Below(150);
-  const int64_t K = params.num_kv_heads = random.Between(1, 2), G = random.Pick<int64_t>({1, 2, 5}), H = params.num_heads = K * G;
+  const int64_t K = params.num_kv_heads = random.Between(1, 2), G = random.Pick<int64_t>({1, 2, 5}),
+                H = params.num_heads = K * G;
   const int64_t D = params.head_dim = random.Between(1, 40), Dv = params.value_dim = random.Between(1, 40);
   g_case += std::string(params.ragged ? " ragged " : " dense ") + to_string(params.dtype);
   const int64_t query_rows = params.ragged ? T : B * T, key_rows = params.ragged ? S : B * S;
   Block query = random.Elements(params.dtype, query_rows * H * D, false);
-  Block key = random.Elements(params.dtype, key_rows * K * D, false), value = random.Elements(params.dtype, key_rows * K * Dv, false);
-  Block query_lens = random.Ints(B, 0, T, wild), kv_lens = random.Ints(B, 0, S, wild), offset = random.Ints(B, -5, S, wild);
+  Block key = random.Elements(params.dtype, key_rows * K * D, false),
+        value = random.Elements(params.dtype, key_rows * K * Dv, false);
+  Block query_lens = random.Ints(B, 0, T, wild), kv_lens = random.Ints(B, 0, S, wild),
+        offset = random.Ints(B, -5, S, wild);
   Block segment_q = random.Ints(B * T, 0, 2, wild), segment_kv = random.Ints(B * S, 0, 2, wild);
   Block q_ranges = random.Ranges(B, T, wild / 2), kv_ranges = random.Ranges(B, S, wild / 2);
   ScoreCase score = MakeScore(random, B, H, wild, true);
@@ -444,7 +464,8 @@ void FuzzLinearAttention(Random& random) {
     if (random.Chance(50)) params.query_lens = query_lens.as<int32_t>();
     if (random.Chance(50)) params.kv_lens = kv_lens.as<int32_t>();
     if (random.Chance(50)) params.query_offset = offset.as<int32_t>();
-    if (random.Chance(30)) params.segment_ids_q = segment_q.as<int32_t>(), params.segment_ids_kv = segment_kv.as<int32_t>();
+    if (random.Chance(30))
+      params.segment_ids_q = segment_q.as<int32_t>(), params.segment_ids_kv = segment_kv.as<int32_t>();
   }
   Block out[2], lse[2];
   for (int run = 0; run < 2; ++run) {
@@ -469,18 +490,25 @@ void FuzzLinearAttention(Random& random) {
     if (params.kv_lens != nullptr) kv.second = kv.first + std::clamp<int64_t>(params.kv_lens[b], 0, S);
     if (params.ragged) q = clamp(params.q_ranges, b, T), kv = clamp(params.kv_ranges, b, S);
     const int64_t count = kv.second - kv.first;
-    const int64_t first = params.ragged ? count - (q.second - q.first) : params.query_offset != nullptr ? params.query_offset[b] : 0;
+    const int64_t first = params.ragged                    ? count - (q.second - q.first)
+                          : params.query_offset != nullptr ? params.query_offset[b]
+                                                           : 0;
     for (int64_t row = q.first; row < q.second; ++row) {
       const int64_t p = first + row - q.first;
       for (int64_t h = 0; h < H; ++h) {
         std::vector<double> x(D);
         for (int64_t d = 0; d < D; ++d) x[d] = Element(params.dtype, query, (row * H + h) * D + d);
         const auto sees = [&](int64_t j) {
-          if (params.segment_ids_q != nullptr && params.segment_ids_q[row] != params.segment_ids_kv[kv.first + j]) return false;
+          if (params.segment_ids_q != nullptr && params.segment_ids_q[row] != params.segment_ids_kv[kv.first + j])
+            return false;
           return InWindow(score.score, b, p, j);
         };
-        const auto k = [&](int64_t j, int64_t d) { return Element(params.dtype, key, ((kv.first + j) * K + h / G) * D + d); };
-        const auto v = [&](int64_t j, int64_t d) { return Element(params.dtype, value, ((kv.first + j) * K + h / G) * Dv + d); };
+        const auto k = [&](int64_t j, int64_t d) {
+          return Element(params.dtype, key, ((kv.first + j) * K + h / G) * D + d);
+        };
+        const auto v = [&](int64_t j, int64_t d) {
+          return Element(params.dtype, value, ((kv.first + j) * K + h / G) * Dv + d);
+        };
         const ReferenceRow want = AttendRow(x, count, Dv, score.score, h, p, k, v, sees, [](int64_t j) { return j; });
         std::vector<float> got(Dv);
         for (int64_t d = 0; d < Dv; ++d) got[d] = Element(params.out_dtype, out[0], (row * H + h) * Dv + d);
@@ -520,12 +548,13 @@ RopeCase MakeRope(Random& random, const PagedCase& c, int wild) {
 }
 
 // Bytes of `pool` that differ from `before` lie in rows of [L,N,K,P] whose (page, slot) is in `allowed`.
-void ExpectOnly(const Block& before, Block& pool, int64_t row_bytes, const KvCache& cache, const std::set<std::pair<int64_t, int64_t>>& allowed,
-                const char* what) {
+void ExpectOnly(const Block& before, Block& pool, int64_t row_bytes, const KvCache& cache,
+                const std::set<std::pair<int64_t, int64_t>>& allowed, const char* what) {
   for (int64_t i = 0; i < pool.bytes; ++i) {
     if (before.data[i] == pool.data[i]) continue;
     const int64_t row = i / row_bytes, slot = row % cache.page_size, page = row / cache.page_size / cache.num_kv_heads;
-    Expect(allowed.count({page, slot}) != 0, std::string(what) + ": wrote page " + std::to_string(page) + " slot " + std::to_string(slot));
+    Expect(allowed.count({page, slot}) != 0,
+           std::string(what) + ": wrote page " + std::to_string(page) + " slot " + std::to_string(slot));
   }
 }
 
@@ -534,8 +563,10 @@ void FuzzAppend(Random& random) {
   PagedCase c = MakePaged(random, wild);
   const int64_t T = c.seqs.num_tokens, K = c.cache.num_kv_heads, P = c.cache.page_size;
   RopeCase rope = MakeRope(random, c, wild);
-  Block key = random.Elements(c.cache.dtype, T * K * c.cache.head_dim, true), value = random.Elements(c.cache.dtype, T * K * c.cache.value_dim, true);
-  Block key_bias = random.Floats(K * c.cache.head_dim, 1.f), value_bias = random.Elements(c.cache.dtype, K * c.cache.value_dim, false);
+  Block key = random.Elements(c.cache.dtype, T * K * c.cache.head_dim, true),
+        value = random.Elements(c.cache.dtype, T * K * c.cache.value_dim, true);
+  Block key_bias = random.Floats(K * c.cache.head_dim, 1.f),
+        value_bias = random.Elements(c.cache.dtype, K * c.cache.value_dim, false);
   Block read_only = random.Ints(c.seqs.batch, 0, 2, wild);
   AppendParams params;
   params.cache = c.cache;
@@ -544,15 +575,18 @@ void FuzzAppend(Random& random) {
   params.value = value.as<char>();
   params.rope = rope.rope;
   if (random.Chance(30)) params.key_bias = key_bias.as<char>();  // float32
-  if (params.key_bias == nullptr && random.Chance(30)) params.bias_dtype = c.cache.dtype, params.value_bias = value_bias.as<char>();
+  if (params.key_bias == nullptr && random.Chance(30))
+    params.bias_dtype = c.cache.dtype, params.value_bias = value_bias.as<char>();
   if (random.Chance(50)) params.read_only_pages = read_only.as<int32_t>();
-  const Block key_before = c.key.Copy(), value_before = c.value.Copy(), key_params = c.key_params.Copy(), value_params = c.value_params.Copy();
+  const Block key_before = c.key.Copy(), value_before = c.value.Copy(), key_params = c.key_params.Copy(),
+              value_params = c.value_params.Copy();
   cpu::Inline in_line;  // two sequences may name one slot, which is a race that the contract leaves open
   Run(cpu::Append(params, in_line));
 
   std::set<std::pair<int64_t, int64_t>> allowed;
   for (int64_t b = 0; b < c.seqs.batch; ++b) {
-    const int64_t lo = std::clamp<int64_t>(c.seqs.q_ranges[2 * b], 0, T), hi = std::clamp<int64_t>(c.seqs.q_ranges[2 * b + 1], lo, T);
+    const int64_t lo = std::clamp<int64_t>(c.seqs.q_ranges[2 * b], 0, T),
+                  hi = std::clamp<int64_t>(c.seqs.q_ranges[2 * b + 1], lo, T);
     for (int64_t i = 0; i < hi - lo; ++i) {
       const int64_t p = int64_t{c.seqs.kv_lens[b]} - (hi - lo) + i, local = p / c.seqs.cp_size, column = local / P;
       if (p < 0 || p % c.seqs.cp_size != c.seqs.cp_rank[b] || column >= c.seqs.max_pages) continue;
@@ -568,16 +602,19 @@ void FuzzAppend(Random& random) {
     ExpectOnly(key_params, c.key_params, 2 * RowBytes(c.cache.dtype, 1), c.cache, allowed, "key_params");
     ExpectOnly(value_params, c.value_params, 2 * RowBytes(c.cache.dtype, 1), c.cache, allowed, "value_params");
   } else {
-    Expect(key_params == c.key_params && value_params == c.value_params, "append changed parameters that it only reads");
+    Expect(key_params == c.key_params && value_params == c.value_params,
+           "append changed parameters that it only reads");
   }
 
-  // The attention half of the fused step, over what was stored: NaN may come out, nothing else is promised here but memory safety.
+  // The attention half of the fused step, over what was stored: NaN may come out, nothing else is promised here but
+  // memory safety.
   PagedAttentionParams step;
   step.cache = c.cache;
   step.seqs = c.seqs;
   step.prologue.rope = rope.rope;
   step.prologue.logn = random.Pick({0, 64});
-  Block query = random.Elements(c.cache.dtype, T * c.num_heads * c.cache.head_dim, true), bias = random.Floats(c.num_heads * c.cache.head_dim, 1.f);
+  Block query = random.Elements(c.cache.dtype, T * c.num_heads * c.cache.head_dim, true),
+        bias = random.Floats(c.num_heads * c.cache.head_dim, 1.f);
   if (random.Chance(50)) step.prologue.bias = bias.as<char>();
   Block out(4 * T * c.num_heads * c.cache.value_dim), lse(4 * T * c.num_heads);
   step.query = query.as<char>();
@@ -595,7 +632,8 @@ void FuzzCopyPages(Random& random) {
   params.cache = c.cache;
   params.count = random.Below(8);
   Block layer = random.Ints(params.count, 0, c.cache.num_layers - 1, wild);
-  Block source = random.Ints(params.count, 0, std::max<int64_t>(c.cache.num_pages - 1, 0), wild), destination = random.Ints(params.count, -1, 12, wild);
+  Block source = random.Ints(params.count, 0, std::max<int64_t>(c.cache.num_pages - 1, 0), wild),
+        destination = random.Ints(params.count, -1, 12, wild);
   params.layer = layer.as<int32_t>();
   params.source = source.as<int32_t>();
   params.destination = destination.as<int32_t>();
@@ -606,8 +644,8 @@ void FuzzCopyPages(Random& random) {
   for (int64_t i = 0; i < params.count; ++i) {
     const int64_t l = params.layer[i], from = params.source[i], to = params.destination[i];
     if (!inside(l, c.cache.num_layers) || !inside(from, c.cache.num_pages) || !inside(to, c.cache.num_pages)) continue;
-    std::memcpy(want.data.get() + (l * c.cache.num_pages + to) * page_bytes, before.data.get() + (l * c.cache.num_pages + from) * page_bytes,
-                page_bytes);
+    std::memcpy(want.data.get() + (l * c.cache.num_pages + to) * page_bytes,
+                before.data.get() + (l * c.cache.num_pages + from) * page_bytes, page_bytes);
   }
   Threads threads(2);
   Run(cpu::CopyPages(params, threads));
@@ -623,11 +661,13 @@ void FuzzMerge(Random& random) {
   params.num_heads = random.Between(1, 4);
   params.value_dim = random.Between(1, 40);
   const int64_t rows = params.num_tokens * params.num_heads;
-  Block outs = random.Elements(params.dtype, params.num_parts * rows * params.value_dim, false), lses = random.Floats(params.num_parts * rows, 3.f);
+  Block outs = random.Elements(params.dtype, params.num_parts * rows * params.value_dim, false),
+        lses = random.Floats(params.num_parts * rows, 3.f);
   for (int64_t i = 0; i < params.num_parts * rows; ++i) {
     if (random.Chance(20)) lses.as<float>()[i] = -INFINITY;
   }
-  Block sinks = random.Floats(params.num_heads, 1.f), out(RowBytes(params.out_dtype, rows * params.value_dim)), lse(4 * rows);
+  Block sinks = random.Floats(params.num_heads, 1.f), out(RowBytes(params.out_dtype, rows * params.value_dim)),
+        lse(4 * rows);
   params.outs = outs.as<char>();
   params.lses = lses.as<float>();
   if (random.Chance(50)) params.sinks = sinks.as<float>();
@@ -645,10 +685,12 @@ void FuzzMerge(Random& random) {
         if (weight != 0) want += weight / sum * Element(params.dtype, outs, (r * rows + row) * params.value_dim + d);
       }
       const double got = Element(params.out_dtype, out, row * params.value_dim + d);
-      Expect(std::fabs(got - want) <= (Epsilon(params.out_dtype) + 1e-5) * (std::fabs(want) + 1), "merged value differs");
+      Expect(std::fabs(got - want) <= (Epsilon(params.out_dtype) + 1e-5) * (std::fabs(want) + 1),
+             "merged value differs");
     }
     const double got = params.lse[row];
-    Expect(sum == 0 ? got == -INFINITY : std::fabs(got - std::log(sum)) < 1e-4 * (1 + std::fabs(got)), "merged lse differs");
+    Expect(sum == 0 ? got == -INFINITY : std::fabs(got - std::log(sum)) < 1e-4 * (1 + std::fabs(got)),
+           "merged lse differs");
   }
 }
 
@@ -661,8 +703,11 @@ int main(int argc, char** argv) {
   const struct {
     const char* name;
     void (*run)(turboattn::Random&);
-  } kernels[] = {{"paged_attention", turboattn::FuzzPagedAttention}, {"attention", turboattn::FuzzLinearAttention}, {"append", turboattn::FuzzAppend},
-                 {"copy_pages", turboattn::FuzzCopyPages},           {"merge", turboattn::FuzzMerge}};
+  } kernels[] = {{"paged_attention", turboattn::FuzzPagedAttention},
+                 {"attention", turboattn::FuzzLinearAttention},
+                 {"append", turboattn::FuzzAppend},
+                 {"copy_pages", turboattn::FuzzCopyPages},
+                 {"merge", turboattn::FuzzMerge}};
   for (int64_t i = 0; i < count; ++i) {
     for (const auto& kernel : kernels) {
       turboattn::g_case = std::string(kernel.name) + " case " + std::to_string(i) + " seed " + std::to_string(seed);

@@ -1,5 +1,5 @@
-// Eight consecutive elements of a row: the unit in which one CUDA thread moves keys and values. Rows are a multiple of 8 elements and XLA's
-// buffers start at multiples of 128 bytes, so every chunk is one aligned access (float32: two).
+// Eight consecutive elements of a row: the unit in which one CUDA thread moves keys and values. Rows are a multiple of
+// 8 elements and XLA's buffers start at multiples of 128 bytes, so every chunk is one aligned access (float32: two).
 #ifndef TURBOATTN_KERNELS_COMMON_CHUNK_CUH_
 #define TURBOATTN_KERNELS_COMMON_CHUNK_CUH_
 
@@ -16,15 +16,25 @@ constexpr int kWarp = 32;  // threads
 template <DType kDType>
 struct ElementOf;
 template <>
-struct ElementOf<DType::kFloat32> { using type = float; };
+struct ElementOf<DType::kFloat32> {
+  using type = float;
+};
 template <>
-struct ElementOf<DType::kBfloat16> { using type = bf16; };
+struct ElementOf<DType::kBfloat16> {
+  using type = bf16;
+};
 template <>
-struct ElementOf<DType::kFloat16> { using type = fp16; };
+struct ElementOf<DType::kFloat16> {
+  using type = fp16;
+};
 template <>
-struct ElementOf<DType::kInt8> { using type = uint8_t; };
+struct ElementOf<DType::kInt8> {
+  using type = uint8_t;
+};
 template <>
-struct ElementOf<DType::kFloat8E4M3> { using type = fp8_e4m3; };
+struct ElementOf<DType::kFloat8E4M3> {
+  using type = fp8_e4m3;
+};
 template <DType kDType>
 using Element = typename ElementOf<kDType>::type;
 

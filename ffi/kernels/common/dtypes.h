@@ -1,5 +1,5 @@
-// Element types and their conversions to and from float32, for host and device. All conversions round half to even and keep subnormals;
-// the integer paths give the same bits whatever the flush-to-zero state of the thread.
+// Element types and their conversions to and from float32, for host and device. All conversions round half to even and
+// keep subnormals; the integer paths give the same bits whatever the flush-to-zero state of the thread.
 #ifndef TURBOATTN_KERNELS_COMMON_DTYPES_H_
 #define TURBOATTN_KERNELS_COMMON_DTYPES_H_
 
@@ -14,9 +14,15 @@
 
 namespace turboattn {
 
-struct bf16 { uint16_t bits; };
-struct fp16 { uint16_t bits; };
-struct fp8_e4m3 { uint8_t bits; };
+struct bf16 {
+  uint16_t bits;
+};
+struct fp16 {
+  uint16_t bits;
+};
+struct fp8_e4m3 {
+  uint8_t bits;
+};
 
 TA_HD float BitsToFloat(uint32_t bits) {
 #if defined(__CUDA_ARCH__)
@@ -51,9 +57,10 @@ TA_HD float ToFloat(fp16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t body = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;  // exponent and mantissa at their float32 places
   const uint32_t exponent = body & 0x0f800000u;
-  const uint32_t normal = body + (112u << 23);  // bias 15 -> 127
+  const uint32_t normal = body + (112u << 23);   // bias 15 -> 127
   const uint32_t special = body + (224u << 23);  // Inf and NaN: exponent 31 -> 255
-  // m * 2^-24 for a subnormal: put m under the exponent of 2^-14, subtract 2^-14. Both are float32 normals, so no flush can touch them.
+  // m * 2^-24 for a subnormal: put m under the exponent of 2^-14, subtract 2^-14. Both are float32 normals, so no flush
+  // can touch them.
   const uint32_t subnormal = FloatToBits(BitsToFloat(body + (113u << 23)) - BitsToFloat(113u << 23));
   const uint32_t magnitude = exponent == 0x0f800000u ? special : exponent == 0u ? subnormal : normal;
   return BitsToFloat(sign | magnitude);
@@ -62,13 +69,14 @@ TA_HD float ToFloat(fp16 x) {
 TA_HD float ToFloat(fp8_e4m3 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x80u) << 24;
   const uint32_t body = static_cast<uint32_t>(x.bits & 0x7fu);
-  const uint32_t normal = (body << 20) + (120u << 23);  // bias 7 -> 127
+  const uint32_t normal = (body << 20) + (120u << 23);                                               // bias 7 -> 127
   const uint32_t subnormal = FloatToBits(static_cast<float>(static_cast<int32_t>(body)) * 0x1p-9f);  // m / 8 * 2^-6
   const uint32_t magnitude = body == 0x7fu ? 0x7fc00000u : body < 8u ? subnormal : normal;  // no Inf; 0x7f is NaN
   return BitsToFloat(sign | magnitude);
 }
 
-// FromFloat<E>(x): the E nearest to x, ties to even; a value past the largest E becomes Inf (fp8: NaN, it has no Inf); NaN stays NaN.
+// FromFloat<E>(x): the E nearest to x, ties to even; a value past the largest E becomes Inf (fp8: NaN, it has no Inf);
+// NaN stays NaN.
 template <class E>
 TA_HD E FromFloat(float x);
 
@@ -90,14 +98,17 @@ TA_HD fp16 FromFloat<fp16>(float x) {
   const uint32_t bits = FloatToBits(x);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
-  // Normal result: drop 13 mantissa bits with ties to even, rebias 127 -> 15. A carry out of the mantissa gives the next exponent, at the top Inf.
+  // Normal result: drop 13 mantissa bits with ties to even, rebias 127 -> 15. A carry out of the mantissa gives the
+  // next exponent, at the top Inf.
   const uint32_t normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
-  // Subnormal result: adding 0.5 leaves the float32 sum with an ulp of 2^-24, fp16's step there, so the addition itself rounds to even.
+  // Subnormal result: adding 0.5 leaves the float32 sum with an ulp of 2^-24, fp16's step there, so the addition itself
+  // rounds to even.
   const uint32_t subnormal = FloatToBits(BitsToFloat(magnitude) + 0.5f) - FloatToBits(0.5f);
-  const uint32_t value = magnitude > 0x7f800000u    ? 0x7e00u
-                         : magnitude >= 0x47800000u ? 0x7c00u  // 2^16 and above, and Inf; 65520 .. 65536 carry into Inf by themselves
-                         : magnitude < 0x38800000u  ? subnormal  // below 2^-14
-                                                    : normal;
+  const uint32_t value = magnitude > 0x7f800000u ? 0x7e00u
+                         : magnitude >= 0x47800000u
+                             ? 0x7c00u  // 2^16 and above, and Inf; 65520 .. 65536 carry into Inf by themselves
+                         : magnitude < 0x38800000u ? subnormal  // below 2^-14
+                                                   : normal;
   return fp16{static_cast<uint16_t>(sign | value)};
 }
 
@@ -109,9 +120,10 @@ TA_HD fp8_e4m3 FromFloat<fp8_e4m3>(float x) {
   const uint32_t normal = (magnitude + 0x7ffffu + ((magnitude >> 20) & 1u) - (120u << 23)) >> 20;
   // As for fp16: 2^14 has an ulp of 2^-9, the step of the subnormals.
   const uint32_t subnormal = FloatToBits(BitsToFloat(magnitude) + 0x1p14f) - FloatToBits(0x1p14f);
-  const uint32_t value = magnitude > 0x43e80000u    ? 0x7fu  // above 464, the tie between 448 and the absent 480, and Inf and NaN
-                         : magnitude < 0x3c800000u  ? subnormal  // below 2^-6
-                                                    : normal;
+  const uint32_t value = magnitude > 0x43e80000u
+                             ? 0x7fu  // above 464, the tie between 448 and the absent 480, and Inf and NaN
+                         : magnitude < 0x3c800000u ? subnormal  // below 2^-6
+                                                   : normal;
   return fp8_e4m3{static_cast<uint8_t>(sign | value)};
 }
 
@@ -136,7 +148,8 @@ TA_HD float MaxFinite<fp16>() {
   return 65504.f;
 }
 
-// One float32 operation, rounded once, that no compiler may merge with its neighbour. The host side relies on -ffp-contract=off.
+// One float32 operation, rounded once, that no compiler may merge with its neighbour. The host side relies on
+// -ffp-contract=off.
 TA_HD float MulRn(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return __fmul_rn(a, b);

@@ -1,4 +1,5 @@
-// Which keys a query row sees, as ranges of positions and of loop trips. All sums are 64-bit: kv_len and prefix_len may be any int32.
+// Which keys a query row sees, as ranges of positions and of loop trips. All sums are 64-bit: kv_len and prefix_len may
+// be any int32.
 #ifndef TURBOATTN_KERNELS_COMMON_MASK_H_
 #define TURBOATTN_KERNELS_COMMON_MASK_H_
 
@@ -16,7 +17,8 @@ struct KeyRange {
 
 struct MaskRule {
   bool is_causal;
-  int64_t left;   // keys before the row that it sees; -1: all. Another negative number n hides the last -n keys and the row's own
+  int64_t left;   // keys before the row that it sees; -1: all. Another negative number n hides the last -n keys and the
+                  // row's own
   int64_t right;  // keys after the row that it sees; -1: all
 };
 
@@ -26,8 +28,9 @@ TA_HD MaskRule MakeMaskRule(bool is_causal, const int32_t* window, int64_t b) {
 
 constexpr int64_t kAllPositions = int64_t{1} << 60;  // beyond any sum of a few int32
 
-// Positions s that a row at position p sees, whether or not there are keys: s <= p if causal, -right <= p - s <= left. Both ends grow with p, so rows
-// p0 .. p1 together see nothing outside [VisibleKeys(p0).lo, VisibleKeys(p1).hi), and all of them see [VisibleKeys(p1).lo, VisibleKeys(p0).hi).
+// Positions s that a row at position p sees, whether or not there are keys: s <= p if causal, -right <= p - s <= left.
+// Both ends grow with p, so rows p0 .. p1 together see nothing outside [VisibleKeys(p0).lo, VisibleKeys(p1).hi), and
+// all of them see [VisibleKeys(p1).lo, VisibleKeys(p0).hi).
 TA_HD KeyRange VisibleKeys(const MaskRule& rule, int64_t p) {
   const int64_t lo = rule.left != -1 ? p - rule.left : -kAllPositions;
   int64_t hi = kAllPositions;

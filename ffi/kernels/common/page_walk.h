@@ -1,5 +1,5 @@
-// From (sequence, token) to a row of the pool, with every index checked: any int32 in layer, page_table, kv_lens, q_ranges or cp_rank gives
-// either an address inside the buffers or kUnmapped.
+// From (sequence, token) to a row of the pool, with every index checked: any int32 in layer, page_table, kv_lens,
+// q_ranges or cp_rank gives either an address inside the buffers or kUnmapped.
 #ifndef TURBOATTN_KERNELS_COMMON_PAGE_WALK_H_
 #define TURBOATTN_KERNELS_COMMON_PAGE_WALK_H_
 
@@ -67,19 +67,22 @@ TA_HD int64_t PageAt(const KvCache& cache, const Sequences& seqs, int64_t b, int
   return PageOf(cache, seqs.layer[b], seqs.page_table[b * seqs.max_pages + column]);
 }
 
-// Row of [L,N,K,P] for kv head `head` and slot `slot` of a page that PageAt returned. Times the row's length it is the offset in the pool.
+// Row of [L,N,K,P] for kv head `head` and slot `slot` of a page that PageAt returned. Times the row's length it is the
+// offset in the pool.
 TA_HD int64_t CacheRow(const KvCache& cache, int64_t page, int64_t head, int64_t slot) {
   return (page * cache.num_kv_heads + head) * cache.page_size + slot;
 }
 
-// Where sequence b's token at global position `position` is written: (page from PageAt, slot), or page == kUnmapped when the write must be dropped:
-// a position outside [0, M * P * cp_size), another rank's token, a read-only or an unmapped page.
+// Where sequence b's token at global position `position` is written: (page from PageAt, slot), or page == kUnmapped
+// when the write must be dropped: a position outside [0, M * P * cp_size), another rank's token, a read-only or an
+// unmapped page.
 struct WriteSlot {
   int64_t page;
   int64_t slot;
 };
 
-TA_HD WriteSlot FindWriteSlot(const KvCache& cache, const Sequences& seqs, const int32_t* read_only_pages, int64_t b, int64_t position) {
+TA_HD WriteSlot FindWriteSlot(const KvCache& cache, const Sequences& seqs, const int32_t* read_only_pages, int64_t b,
+                              int64_t position) {
   const WriteSlot dropped = {kUnmapped, 0};
   const int64_t rank = CpRank(seqs, b);
   if (rank == kUnmapped || position < 0 || position % seqs.cp_size != rank) return dropped;

@@ -1,7 +1,8 @@
 // Rotary embedding: angles and the rotation itself, for host and device.
 //
-// A float32 product of position and frequency is off by 0.03 rad near position 10^6. Frequencies are therefore given in turns (f / 2 pi) as
-// 64-bit fixed point; the product with the position wraps modulo one turn in integers, exactly, for negative positions too.
+// A float32 product of position and frequency is off by 0.03 rad near position 10^6. Frequencies are therefore given in
+// turns (f / 2 pi) as 64-bit fixed point; the product with the position wraps modulo one turn in integers, exactly, for
+// negative positions too.
 #ifndef TURBOATTN_KERNELS_COMMON_ROPE_H_
 #define TURBOATTN_KERNELS_COMMON_ROPE_H_
 
@@ -22,7 +23,8 @@ struct SinCos {
 TA_HD float RopeAngle(const uint32_t* turns, int64_t j, int64_t position) {
   const uint64_t step = static_cast<uint64_t>(turns[2 * j]) << 32 | turns[2 * j + 1];
   const uint64_t phase = static_cast<uint64_t>(position) * step;
-  return MulRn(static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(phase >> 32))), 1.46291807926715968e-9f);  // pi / 2^31
+  return MulRn(static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(phase >> 32))),
+               1.46291807926715968e-9f);  // pi / 2^31
 }
 
 // The same for a per-sequence base: f_j = base^(-2j/dim), in double precision.
@@ -53,13 +55,16 @@ TA_HD int64_t RopePosition(const RopeParams& rope, int64_t j, int64_t token, int
 // Cosine and sine of pair j, times the attention factor. b: the sequence, for the dynamic base.
 TA_HD SinCos RopeSinCos(const RopeParams& rope, int64_t b, int64_t j, int64_t token, int64_t sequence_position) {
   const int64_t position = RopePosition(rope, j, token, sequence_position);
-  const float angle = rope.turns != nullptr ? RopeAngle(rope.turns, j, position) : RopeAngleDynamic(rope.base[b], j, rope.dim, position);
+  const float angle = rope.turns != nullptr ? RopeAngle(rope.turns, j, position)
+                                            : RopeAngleDynamic(rope.base[b], j, rope.dim, position);
   return {MulRn(cosf(angle), rope.attention_factor), MulRn(sinf(angle), rope.attention_factor)};
 }
 
 // Columns of pair j within the head.
 TA_HD int64_t RopeFirst(const RopeParams& rope, int64_t j) { return rope.offset + (rope.interleaved ? 2 * j : j); }
-TA_HD int64_t RopeSecond(const RopeParams& rope, int64_t j) { return rope.offset + (rope.interleaved ? 2 * j + 1 : j + rope.dim / 2); }
+TA_HD int64_t RopeSecond(const RopeParams& rope, int64_t j) {
+  return rope.offset + (rope.interleaved ? 2 * j + 1 : j + rope.dim / 2);
+}
 
 TA_HD void RopeRotate(SinCos turn, float* first, float* second) {
   const float x0 = *first, x1 = *second;

@@ -33,9 +33,11 @@ TA_HD MergeWeights MergeSoftmax(SoftmaxState* state, SoftmaxState other) {
   return weights;
 }
 
-// The sink joins the denominator as a key without a value; call it once per row. The maximum includes it, so nothing overflows. The weight is for
-// the unnormalised value sum.
-TA_HD float AddSink(SoftmaxState* state, float sink) { return MergeSoftmax(state, {sink, sink == -Infinity() ? 0.f : 1.f}).first; }
+// The sink joins the denominator as a key without a value; call it once per row. The maximum includes it, so nothing
+// overflows. The weight is for the unnormalised value sum.
+TA_HD float AddSink(SoftmaxState* state, float sink) {
+  return MergeSoftmax(state, {sink, sink == -Infinity() ? 0.f : 1.f}).first;
+}
 
 // Natural log of the denominator; -Inf when there is no key and no sink.
 TA_HD float LogSumExp(SoftmaxState state) { return state.sum == 0.f ? -Infinity() : state.max + logf(state.sum); }

@@ -94,7 +94,8 @@ void AppendToken(const AppendParams& params, int64_t b, int64_t token, int64_t p
       LoadWithBias(source, side.bias, head * side.width, params.bias_dtype, side.width, x);
       if (s == 0) Rotate(params.rope, scratch.turns.get(), x);
       for (int64_t d = 0; d < side.width; ++d) x[d] = RoundTo<E>(x[d]);
-      StoreRow<E>(side, cache.kv_dtype, CacheRow(cache, slot.page, head, slot.slot), layer * cache.num_kv_heads + head, x);
+      StoreRow<E>(side, cache.kv_dtype, CacheRow(cache, slot.page, head, slot.slot), layer * cache.num_kv_heads + head,
+                  x);
     }
   }
 }
@@ -113,12 +114,14 @@ Status Append(const AppendParams& params, Parallel& parallel) {
   const Sequences& seqs = params.seqs;
   if (seqs.max_pages == 0 || params.cache.num_pages == 0 || params.cache.num_layers == 0) return Status();
   // About 16 KB of new keys and values an item: a few microseconds, far above the cost of handing it to a thread.
-  const int64_t token_bytes = RowBytes(params.cache.dtype, params.cache.num_kv_heads * (params.cache.head_dim + params.cache.value_dim));
+  const int64_t token_bytes =
+      RowBytes(params.cache.dtype, params.cache.num_kv_heads * (params.cache.head_dim + params.cache.value_dim));
   const int64_t chunk = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, token_bytes));
   std::vector<Item> items;
   for (int64_t b = 0; b < seqs.batch; ++b) {
     const TokenRange range = QueryRange(seqs, b);
-    for (int64_t i = 0; i < range.hi - range.lo; i += chunk) items.push_back({b, i, std::min(i + chunk, range.hi - range.lo)});
+    for (int64_t i = 0; i < range.hi - range.lo; i += chunk)
+      items.push_back({b, i, std::min(i + chunk, range.hi - range.lo)});
   }
   if (items.empty()) return Status();
   std::vector<Scratch> scratch(std::min<int64_t>(parallel.num_workers(), static_cast<int64_t>(items.size())));
@@ -133,9 +136,15 @@ Status Append(const AppendParams& params, Parallel& parallel) {
     for (int64_t i = item.first; i < item.end; ++i) {
       const int64_t position = int64_t{seqs.kv_lens[item.b]} - (range.hi - range.lo) + i;
       switch (params.cache.dtype) {
-        case DType::kBfloat16: AppendToken<bf16>(params, item.b, range.lo + i, position, scratch[worker]); break;
-        case DType::kFloat16: AppendToken<fp16>(params, item.b, range.lo + i, position, scratch[worker]); break;
-        default: AppendToken<float>(params, item.b, range.lo + i, position, scratch[worker]); break;
+        case DType::kBfloat16:
+          AppendToken<bf16>(params, item.b, range.lo + i, position, scratch[worker]);
+          break;
+        case DType::kFloat16:
+          AppendToken<fp16>(params, item.b, range.lo + i, position, scratch[worker]);
+          break;
+        default:
+          AppendToken<float>(params, item.b, range.lo + i, position, scratch[worker]);
+          break;
       }
     }
   });

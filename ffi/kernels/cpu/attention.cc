@@ -1,8 +1,9 @@
 // Attention on the CPU: which tile of rows meets which keys, on which thread, and in which order partial results merge.
 //
-// A unit is one tile of up to kTileRows (token, head) rows of one sequence and kv head. Its keys are cut at multiples of kSplitKeys; each split makes a
-// partial result and the partials merge in ascending order, whether one thread walks the splits or many share them. Results therefore have the same
-// bits for any number of threads, and a row's bits depend on its own sequence only, so batch_invariant costs nothing here.
+// A unit is one tile of up to kTileRows (token, head) rows of one sequence and kv head. Its keys are cut at multiples
+// of kSplitKeys; each split makes a partial result and the partials merge in ascending order, whether one thread walks
+// the splits or many share them. Results therefore have the same bits for any number of threads, and a row's bits
+// depend on its own sequence only, so batch_invariant costs nothing here.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -27,9 +28,10 @@ constexpr int64_t kSplitKeys = 512;
 struct SequenceView {
   int64_t first_token = 0;  // row of the packed query array
   int64_t q_len = 0;
-  int64_t position = 0;     // of the first token
+  int64_t position = 0;  // of the first token
   MaskRule rule = {};
-  // Its keys, by index: first those of the shared prefix, at positions 0, 1, ...; then its own local keys, the j-th at start + j * cp_size + cp_rank.
+  // Its keys, by index: first those of the shared prefix, at positions 0, 1, ...; then its own local keys, the j-th at
+  // start + j * cp_size + cp_rank.
   int64_t prefix_keys = 0;
   int64_t start = 0;
   int64_t limit = 0;  // own global keys
@@ -51,7 +53,8 @@ class KeySource {
  public:
   virtual ~KeySource() = default;
   virtual SequenceView Sequence(int64_t b) const = 0;
-  // Fills *block with existing keys from the indices [begin, end) of sequence b and kv head `head`; returns where to go on. No key: there is none left.
+  // Fills *block with existing keys from the indices [begin, end) of sequence b and kv head `head`; returns where to go
+  // on. No key: there is none left.
   virtual int64_t Collect(int64_t b, int64_t head, int64_t begin, int64_t end, KeyBlock* block) const = 0;
 };
 
@@ -70,7 +73,8 @@ class LinearSource final : public KeySource {
       view.position = view.limit - view.q_len;
     } else {
       view.first_token = b * params_.num_tokens;
-      view.q_len = params_.query_lens != nullptr ? Clamp(params_.query_lens[b], 0, params_.num_tokens) : params_.num_tokens;
+      view.q_len =
+          params_.query_lens != nullptr ? Clamp(params_.query_lens[b], 0, params_.num_tokens) : params_.num_tokens;
       view.limit = params_.kv_lens != nullptr ? Clamp(params_.kv_lens[b], 0, params_.num_keys) : params_.num_keys;
       view.position = params_.query_offset != nullptr ? params_.query_offset[b] : 0;
     }
@@ -80,7 +84,8 @@ class LinearSource final : public KeySource {
 
   int64_t Collect(int64_t b, int64_t head, int64_t begin, int64_t end, KeyBlock* block) const override {
     const int64_t first = params_.ragged ? ClampRange(params_.kv_ranges, b, params_.num_keys).lo : b * params_.num_keys;
-    const int64_t key_bytes = RowBytes(params_.dtype, params_.head_dim), value_bytes = RowBytes(params_.dtype, params_.value_dim);
+    const int64_t key_bytes = RowBytes(params_.dtype, params_.head_dim),
+                  value_bytes = RowBytes(params_.dtype, params_.value_dim);
     const int64_t stop = std::min(end, begin + kBlockKeys);
     for (int64_t j = begin; j < stop; ++j) {
       const int64_t i = j - begin, row = (first + j) * params_.num_kv_heads + head;
@@ -99,7 +104,8 @@ class LinearSource final : public KeySource {
 
 class PagedSource final : public KeySource {
  public:
-  explicit PagedSource(const PagedAttentionParams& params) : cache_(params.cache), seqs_(params.seqs), score_(params.score) {}
+  explicit PagedSource(const PagedAttentionParams& params)
+      : cache_(params.cache), seqs_(params.seqs), score_(params.score) {}
 
   SequenceView Sequence(int64_t b) const override {
     const TokenRange q = QueryRange(seqs_, b);
@@ -123,9 +129,11 @@ class PagedSource final : public KeySource {
     if (begin < prefix) {
       const Run run = {seqs_.prefix_pages, seqs_.layer[b], head, 0, 1};
       begin = CollectRun(run, begin, std::min(end, prefix), block);
-      if (block->count > 0) return begin;  // a block does not reach into the sequence's own keys: its positions must ascend
+      if (block->count > 0)
+        return begin;  // a block does not reach into the sequence's own keys: its positions must ascend
     }
-    const Run run = {seqs_.page_table + b * seqs_.max_pages, seqs_.layer[b], head, FirstPosition(seqs_) + CpRank(seqs_, b), seqs_.cp_size};
+    const Run run = {seqs_.page_table + b * seqs_.max_pages, seqs_.layer[b], head,
+                     FirstPosition(seqs_) + CpRank(seqs_, b), seqs_.cp_size};
     return prefix + CollectRun(run, begin - prefix, end - prefix, block);
   }
 
@@ -140,7 +148,8 @@ class PagedSource final : public KeySource {
   };
 
   int64_t CollectRun(const Run& run, int64_t begin, int64_t end, KeyBlock* block) const {
-    const int64_t key_bytes = RowBytes(cache_.kv_dtype, cache_.head_dim), value_bytes = RowBytes(cache_.kv_dtype, cache_.value_dim);
+    const int64_t key_bytes = RowBytes(cache_.kv_dtype, cache_.head_dim),
+                  value_bytes = RowBytes(cache_.kv_dtype, cache_.value_dim);
     const int64_t pair_bytes = 2 * RowBytes(cache_.dtype, 1);
     const bool shared = cache_.value == nullptr;
     int64_t j = begin;
@@ -157,15 +166,18 @@ class PagedSource final : public KeySource {
       for (int64_t i = 0; i < present; ++i, ++count) {
         block->key[count] = static_cast<const char*>(cache_.key) + (row + i) * key_bytes;
         // Without a value pool, values are the first Dv columns of the keys.
-        block->value[count] = shared ? block->key[count] : static_cast<const char*>(cache_.value) + (row + i) * value_bytes;
+        block->value[count] =
+            shared ? block->key[count] : static_cast<const char*>(cache_.value) + (row + i) * value_bytes;
         block->position[count] = run.position + (j + i) * run.stride;
         if (HasRowParams(cache_.kv_dtype)) {
           block->key_params[count] = static_cast<const char*>(cache_.key_params) + (row + i) * pair_bytes;
-          block->value_params[count] = shared ? block->key_params[count] : static_cast<const char*>(cache_.value_params) + (row + i) * pair_bytes;
+          block->value_params[count] = shared ? block->key_params[count]
+                                              : static_cast<const char*>(cache_.value_params) + (row + i) * pair_bytes;
         } else if (cache_.kv_dtype == DType::kFloat8E4M3) {
           const int64_t scale = run.layer * cache_.num_kv_heads + run.head;
           block->key_params[count] = static_cast<const float*>(cache_.key_params) + scale;
-          block->value_params[count] = shared ? block->key_params[count] : static_cast<const float*>(cache_.value_params) + scale;
+          block->value_params[count] =
+              shared ? block->key_params[count] : static_cast<const float*>(cache_.value_params) + scale;
         }
       }
       j += present;
@@ -202,7 +214,7 @@ struct Unit {
   int64_t head;       // kv head
   int64_t first_row;  // (token, head of the group) row of the sequence, token-major
   int rows;
-  KeyRange keys;      // indices of keys that some row may see
+  KeyRange keys;  // indices of keys that some row may see
   int64_t first_split() const { return keys.lo / kSplitKeys; }
   int64_t num_splits() const { return keys.hi > keys.lo ? (keys.hi - 1) / kSplitKeys - first_split() + 1 : 0; }
   // Time in arbitrary units. Few rows are bound by reading keys, which costs as much as computing about 8 rows.
@@ -335,8 +347,8 @@ void LoadQuery(const Problem& problem, const SequenceView& sequence, const Unit&
     const int64_t head = unit.head * problem.group() + (unit.first_row + r) % problem.group();
     const int64_t token = sequence.first_token + i, position = sequence.position + i;
     float* row = worker.tile.query + r * Padded(dim);
-    LoadWithBias(static_cast<const E*>(problem.query) + (token * problem.num_heads + head) * dim, prologue.bias, head * dim, prologue.bias_dtype, dim,
-                 row);
+    LoadWithBias(static_cast<const E*>(problem.query) + (token * problem.num_heads + head) * dim, prologue.bias,
+                 head * dim, prologue.bias_dtype, dim, row);
     if (token != turned_token) {
       MakeTurns(prologue.rope, unit.b, token, position, worker.turns);
       logn = LognFactor(prologue, token, position);
@@ -346,7 +358,8 @@ void LoadQuery(const Problem& problem, const SequenceView& sequence, const Unit&
     if (logn != 1.f) {
       for (int64_t d = 0; d < dim; ++d) row[d] = MulRn(row[d], logn);
     }
-    for (int64_t d = 0; d < dim; ++d) row[d] = RoundTo<E>(row[d]);  // one rounding, after the whole prologue; exact without one
+    for (int64_t d = 0; d < dim; ++d)
+      row[d] = RoundTo<E>(row[d]);  // one rounding, after the whole prologue; exact without one
   }
 }
 
@@ -356,9 +369,15 @@ void StartUnit(const Problem& problem, const Unit& unit, Worker& worker) {
   tile.rows = unit.rows;
   tile.tree_start = sequence.position;
   switch (problem.spec.dtype) {
-    case DType::kBfloat16: LoadQuery<bf16>(problem, sequence, unit, worker); break;
-    case DType::kFloat16: LoadQuery<fp16>(problem, sequence, unit, worker); break;
-    default: LoadQuery<float>(problem, sequence, unit, worker); break;
+    case DType::kBfloat16:
+      LoadQuery<bf16>(problem, sequence, unit, worker);
+      break;
+    case DType::kFloat16:
+      LoadQuery<fp16>(problem, sequence, unit, worker);
+      break;
+    default:
+      LoadQuery<float>(problem, sequence, unit, worker);
+      break;
   }
   for (int r = 0; r < unit.rows; ++r) {
     const int64_t i = (unit.first_row + r) / problem.group();
@@ -366,14 +385,17 @@ void StartUnit(const Problem& problem, const Unit& unit, Worker& worker) {
     tile.position[r] = sequence.position + i;
     tile.visible_lo[r] = visible.lo;
     tile.visible_hi[r] = visible.hi;
-    if (problem.spec.has_alibi) tile.slope[r] = problem.score.alibi_slopes[unit.head * problem.group() + (unit.first_row + r) % problem.group()];
+    if (problem.spec.has_alibi)
+      tile.slope[r] = problem.score.alibi_slopes[unit.head * problem.group() + (unit.first_row + r) % problem.group()];
     if (problem.spec.has_segments) tile.segment[r] = problem.query_segment[sequence.first_token + i];
-    if (problem.spec.has_tree) tile.tree[r] = problem.score.tree_mask + (sequence.first_token + i) * problem.score.tree_columns;
+    if (problem.spec.has_tree)
+      tile.tree[r] = problem.score.tree_mask + (sequence.first_token + i) * problem.score.tree_columns;
   }
 }
 
 // The started unit's rows over the keys of split number `split` of the unit (0 is the first).
-void AttendSplit(const Problem& problem, TakeBlock take, const Unit& unit, int64_t split, Worker& worker, const Partial& result) {
+void AttendSplit(const Problem& problem, TakeBlock take, const Unit& unit, int64_t split, Worker& worker,
+                 const Partial& result) {
   Clear(result, unit.rows, problem.spec.value_dim);
   Tile tile = worker.tile;
   tile.max = result.max;
@@ -407,9 +429,15 @@ void FinishUnit(const Problem& problem, const Unit& unit, const Partial& total) 
     const float* acc = total.acc + r * Padded(dim);
     const int64_t row = token * problem.num_heads + head;
     switch (problem.out_dtype) {
-      case DType::kBfloat16: WriteRow(acc, factor, dim, static_cast<bf16*>(problem.out) + row * dim); break;
-      case DType::kFloat16: WriteRow(acc, factor, dim, static_cast<fp16*>(problem.out) + row * dim); break;
-      default: WriteRow(acc, factor, dim, static_cast<float*>(problem.out) + row * dim); break;
+      case DType::kBfloat16:
+        WriteRow(acc, factor, dim, static_cast<bf16*>(problem.out) + row * dim);
+        break;
+      case DType::kFloat16:
+        WriteRow(acc, factor, dim, static_cast<fp16*>(problem.out) + row * dim);
+        break;
+      default:
+        WriteRow(acc, factor, dim, static_cast<float*>(problem.out) + row * dim);
+        break;
     }
     problem.lse[row] = LogSumExp(state);
   }
@@ -424,7 +452,8 @@ std::vector<Unit> MakeUnits(const Problem& problem) {
       const int64_t last = std::min(first + kTileRows, rows) - 1;
       const int64_t p0 = sequence.position + first / problem.group(), p1 = sequence.position + last / problem.group();
       const KeyRange keys = sequence.Indices({VisibleKeys(sequence.rule, p0).lo, VisibleKeys(sequence.rule, p1).hi});
-      for (int64_t head = 0; head < problem.num_kv_heads; ++head) units.push_back({b, head, first, static_cast<int>(last - first + 1), keys});
+      for (int64_t head = 0; head < problem.num_kv_heads; ++head)
+        units.push_back({b, head, first, static_cast<int>(last - first + 1), keys});
     }
   }
   return units;
@@ -441,8 +470,10 @@ void FillEmpty(const Problem& problem, Parallel& parallel) {
   });
 }
 
-// Each unit on one thread from its first split to its last. Longest first, so that no long unit starts when the others are done.
-void RunWholeUnits(const Problem& problem, TakeBlock take, std::vector<Unit>& units, std::vector<Worker>& workers, Parallel& parallel) {
+// Each unit on one thread from its first split to its last. Longest first, so that no long unit starts when the others
+// are done.
+void RunWholeUnits(const Problem& problem, TakeBlock take, std::vector<Unit>& units, std::vector<Worker>& workers,
+                   Parallel& parallel) {
   std::stable_sort(units.begin(), units.end(), [](const Unit& a, const Unit& b) { return a.cost() > b.cost(); });
   parallel.For(static_cast<int64_t>(units.size()), [&](int64_t item, int w) {
     const Unit& unit = units[item];
@@ -457,11 +488,13 @@ void RunWholeUnits(const Problem& problem, TakeBlock take, std::vector<Unit>& un
   });
 }
 
-// Partial results that are alive at a time when threads share splits: enough to keep them busy, and memory does not grow with the context.
+// Partial results that are alive at a time when threads share splits: enough to keep them busy, and memory does not
+// grow with the context.
 int64_t NumSlots(const Parallel& parallel) { return std::max(64, 4 * parallel.num_workers()); }
 
 // Splits shared among threads.
-Status RunSplits(const Problem& problem, TakeBlock take, const std::vector<Unit>& units, std::vector<Worker>& workers, int rows, Parallel& parallel) {
+Status RunSplits(const Problem& problem, TakeBlock take, const std::vector<Unit>& units, std::vector<Worker>& workers,
+                 int rows, Parallel& parallel) {
   const int64_t slots = NumSlots(parallel);
   struct Task {
     const Unit* unit;
@@ -532,7 +565,8 @@ Status Run(const Problem& problem, Parallel& parallel) {
   if (problem.num_heads == 0 || problem.num_kv_heads == 0) return Status();
   std::vector<Unit> units = MakeUnits(problem);
   if (units.empty()) return Status();
-  // Waking a thread of XLA's pool takes some 10 us. A unit of cost is about 5 ns at D = Dv = 128, so this is 40 us of work.
+  // Waking a thread of XLA's pool takes some 10 us. A unit of cost is about 5 ns at D = Dv = 128, so this is 40 us of
+  // work.
   constexpr double kWorthThreads = 8000;
   double cost = 0;
   for (const Unit& unit : units) cost += unit.cost();
@@ -543,7 +577,8 @@ Status Run(const Problem& problem, Parallel& parallel) {
   return RunUnits(problem, units, parallel);
 }
 
-TileSpec MakeSpec(const ScoreParams& score, DType dtype, DType kv_dtype, int64_t head_dim, int64_t value_dim, bool has_segments) {
+TileSpec MakeSpec(const ScoreParams& score, DType dtype, DType kv_dtype, int64_t head_dim, int64_t value_dim,
+                  bool has_segments) {
   TileSpec spec;
   spec.dtype = dtype;
   spec.kv_dtype = kv_dtype;
@@ -564,7 +599,8 @@ Status LinearAttention(const LinearAttentionParams& params, Parallel& parallel) 
   const LinearSource source(params);
   Problem problem = {};
   problem.source = &source;
-  problem.spec = MakeSpec(params.score, params.dtype, params.dtype, params.head_dim, params.value_dim, params.segment_ids_kv != nullptr);
+  problem.spec = MakeSpec(params.score, params.dtype, params.dtype, params.head_dim, params.value_dim,
+                          params.segment_ids_kv != nullptr);
   problem.score = params.score;
   problem.query = params.query;
   problem.query_segment = params.segment_ids_q;
@@ -582,7 +618,8 @@ Status PagedAttention(const PagedAttentionParams& params, Parallel& parallel) {
   const PagedSource source(params);
   Problem problem = {};
   problem.source = &source;
-  problem.spec = MakeSpec(params.score, params.cache.dtype, params.cache.kv_dtype, params.cache.head_dim, params.cache.value_dim, false);
+  problem.spec = MakeSpec(params.score, params.cache.dtype, params.cache.kv_dtype, params.cache.head_dim,
+                          params.cache.value_dim, false);
   problem.score = params.score;
   problem.prologue = params.prologue;
   problem.query = params.query;

@@ -1,5 +1,5 @@
-// attention_tile.inl, once for each instruction set. A pragma with namespaces does what target_clones would, which cannot clone templates nor
-// functions that take vectors.
+// attention_tile.inl, once for each instruction set. A pragma with namespaces does what target_clones would, which
+// cannot clone templates nor functions that take vectors.
 #include "kernels/cpu/attention_tile.h"
 
 #include <cmath>
@@ -53,7 +53,9 @@ constexpr int kLanes = 8;
 typedef float Vec __attribute__((vector_size(32)));
 typedef int32_t IVec __attribute__((vector_size(32)));
 TA_INLINE Vec Fma(Vec a, Vec b, Vec c) { return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
-TA_INLINE IVec LoadCodes(const void* codes) { return (IVec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(codes))); }
+TA_INLINE IVec LoadCodes(const void* codes) {
+  return (IVec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(codes)));
+}
 template <class Op>
 TA_INLINE Vec4 Fold(Vec v, Op op) {
   return op(__builtin_shufflevector(v, v, 0, 1, 2, 3), __builtin_shufflevector(v, v, 4, 5, 6, 7));
@@ -68,7 +70,8 @@ constexpr int kGemmRows = 6, kGemmVectors = 2;  // 12 accumulators + 2 + 1 of 16
 #endif
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2"))), \
+                             apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi2,prefer-vector-width=512")
@@ -79,11 +82,13 @@ typedef float Vec __attribute__((vector_size(64)));
 typedef int32_t IVec __attribute__((vector_size(64)));
 TA_INLINE Vec Fma(Vec a, Vec b, Vec c) { return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 TA_INLINE IVec LoadCodes(const void* codes) {
-  return (IVec)_mm512_maskz_cvtepu8_epi32(0xffff, _mm_loadu_si128(static_cast<const __m128i*>(codes)));  // maskz: without -Wuninitialized noise
+  return (IVec)_mm512_maskz_cvtepu8_epi32(
+      0xffff, _mm_loadu_si128(static_cast<const __m128i*>(codes)));  // maskz: without -Wuninitialized noise
 }
 template <class Op>
 TA_INLINE Vec4 Fold(Vec v, Op op) {
-  const Vec8 half = op(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+  const Vec8 half = op(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
+                       __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
   return op(__builtin_shufflevector(half, half, 0, 1, 2, 3), __builtin_shufflevector(half, half, 4, 5, 6, 7));
 }
 constexpr int kGemmRows = 6, kGemmVectors = 4;  // 24 accumulators + 4 + 1 of 32 registers
@@ -102,7 +107,8 @@ TakeBlock SelectTakeBlock() {
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     return avx512::Take;
   }
-  if (TURBOATTN_WIDEST_VECTOR >= 256 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2::Take;
+  if (TURBOATTN_WIDEST_VECTOR >= 256 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    return avx2::Take;
   return baseline::Take;
 }
 }  // namespace turboattn::cpu

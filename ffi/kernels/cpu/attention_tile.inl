@@ -1,7 +1,8 @@
-// One tile of query rows takes in one block of keys: decode the stored rows to float32, scores, online softmax, weighted values.
-// Included by attention_tile.cc inside a namespace that defines kLanes, Vec, IVec, Fma, Fold, LoadCodes, kGemmRows and kGemmVectors.
+// One tile of query rows takes in one block of keys: decode the stored rows to float32, scores, online softmax,
+// weighted values. Included by attention_tile.cc inside a namespace that defines kLanes, Vec, IVec, Fma, Fold,
+// LoadCodes, kGemmRows and kGemmVectors.
 
-// -- vectors ---------------------------------------------------------------------------------------------------------------------------------
+// -- vectors --
 
 TA_INLINE Vec Load(const float* p) {
   Vec v;
@@ -41,8 +42,8 @@ TA_INLINE Vec4 Sum4(Vec a, Vec b, Vec c, Vec d) {
   return __builtin_shufflevector(ab, cd, 0, 1, 4, 5) + __builtin_shufflevector(ab, cd, 2, 3, 6, 7);
 }
 
-// e^x for x <= 88, 2 ulp; below -87.3 it is 0; NaN stays NaN. e^x = 2^n e^r with r in [-ln2/2, ln2/2], e^r = 1 + r + r^2 q(r), q of degree 4 with
-// an error of 6e-8 (minimax, so 8e-9 in e^r).
+// e^x for x <= 88, 2 ulp; below -87.3 it is 0; NaN stays NaN. e^x = 2^n e^r with r in [-ln2/2, ln2/2], e^r = 1 + r +
+// r^2 q(r), q of degree 4 with an error of 6e-8 (minimax, so 8e-9 in e^r).
 TA_INLINE Vec Exp(Vec x) {
   const Vec magic = Splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
   const Vec shifted = Fma(x, Splat(1.44269504f), magic);
@@ -74,14 +75,14 @@ TA_INLINE Vec Tanh(Vec y) {
   return magnitude < 0.625f ? small : y < 0.f ? -large : large;
 }
 
-// -- stored rows to float32 ------------------------------------------------------------------------------------------------------------------
+// -- stored rows to float32 --
 
 struct Rows {
   const void* const* data;    // [count]
   const void* const* params;  // [count]
   int count;
   int64_t elements;
-  float* out;  // [count, Padded(elements)]; columns past `elements` are zero already and stay so
+  float* out;               // [count, Padded(elements)]; columns past `elements` are zero already and stay so
   const void* const* next;  // [next_count] rows of the next block, to be fetched while these are worked on
   int next_count;
   int64_t row_bytes;
@@ -150,7 +151,8 @@ void LoadInt8(const Rows& rows) {
 
 template <class E>
 void LoadInt4(const Rows& rows) {
-  const IVec8 shifts = {Int4Shift(0), Int4Shift(1), Int4Shift(2), Int4Shift(3), Int4Shift(4), Int4Shift(5), Int4Shift(6), Int4Shift(7)};
+  const IVec8 shifts = {Int4Shift(0), Int4Shift(1), Int4Shift(2), Int4Shift(3),
+                        Int4Shift(4), Int4Shift(5), Int4Shift(6), Int4Shift(7)};
   for (int i = 0; i < rows.count; ++i) {
     Prefetch(rows, i);
     const uint8_t* row = static_cast<const uint8_t*>(rows.data[i]);
@@ -197,22 +199,30 @@ void LoadFp8(const Rows& rows) {
 template <class E>
 void LoadAs(DType kv_dtype, const Rows& rows) {
   switch (kv_dtype) {
-    case DType::kInt8: return LoadInt8<E>(rows);
-    case DType::kInt4: return LoadInt4<E>(rows);
-    case DType::kFloat8E4M3: return LoadFp8<E>(rows);
-    default: return LoadPlain<E>(rows);
+    case DType::kInt8:
+      return LoadInt8<E>(rows);
+    case DType::kInt4:
+      return LoadInt4<E>(rows);
+    case DType::kFloat8E4M3:
+      return LoadFp8<E>(rows);
+    default:
+      return LoadPlain<E>(rows);
   }
 }
 
 static void LoadRows(const TileSpec& spec, const Rows& rows) {
   switch (spec.dtype) {
-    case DType::kBfloat16: return LoadAs<bf16>(spec.kv_dtype, rows);
-    case DType::kFloat16: return LoadAs<fp16>(spec.kv_dtype, rows);
-    default: return LoadAs<float>(spec.kv_dtype, rows);
+    case DType::kBfloat16:
+      return LoadAs<bf16>(spec.kv_dtype, rows);
+    case DType::kFloat16:
+      return LoadAs<fp16>(spec.kv_dtype, rows);
+    default:
+      return LoadAs<float>(spec.kv_dtype, rows);
   }
 }
 
-// Addresses of the block's rows in float32: the stored rows themselves where they can be used as they are, else the buffer they are decoded to.
+// Addresses of the block's rows in float32: the stored rows themselves where they can be used as they are, else the
+// buffer they are decoded to.
 static void FloatRows(const TileSpec& spec, const Rows& rows, const float** addresses) {
   const bool direct = spec.kv_dtype == DType::kFloat32 && rows.elements % kLanes == 0;
   if (!direct) LoadRows(spec, rows);
@@ -223,19 +233,22 @@ static void FloatRows(const TileSpec& spec, const Rows& rows, const float** addr
 }
 
 static Rows KeyRows(const TileSpec& spec, const KeyBlock& block, const KeyBlock& next, const Tile& tile) {
-  return {block.key, block.key_params, block.count, spec.head_dim, tile.key, next.key, next.count, RowBytes(spec.kv_dtype, spec.head_dim)};
+  return {block.key, block.key_params, block.count, spec.head_dim,
+          tile.key,  next.key,         next.count,  RowBytes(spec.kv_dtype, spec.head_dim)};
 }
 
 static Rows ValueRows(const TileSpec& spec, const KeyBlock& block, const KeyBlock& next, const Tile& tile) {
-  return {block.value, block.value_params, block.count, spec.value_dim, tile.value, next.value, next.count, RowBytes(spec.kv_dtype, spec.value_dim)};
+  return {block.value, block.value_params, block.count, spec.value_dim,
+          tile.value,  next.value,         next.count,  RowBytes(spec.kv_dtype, spec.value_dim)};
 }
 
-// -- matrix products -------------------------------------------------------------------------------------------------------------------------
+// -- matrix products --
 
-// c[r, 0 .. kVectors * kLanes) = (beta ? beta[r] * c : 0) + sum_k a[r, k] * b[k][...] for kRows rows. The sum starts from 0 and meets c once, so errors
-// grow with the depth of one call and not with all that c has taken in.
+// c[r, 0 .. kVectors * kLanes) = (beta ? beta[r] * c : 0) + sum_k a[r, k] * b[k][...] for kRows rows. The sum starts
+// from 0 and meets c once, so errors grow with the depth of one call and not with all that c has taken in.
 template <int kRows, int kVectors>
-TA_INLINE void GemmTile(int64_t depth, const float* a, int64_t lda, const float* const* b, int64_t column, float* c, int64_t ldc, const float* beta) {
+TA_INLINE void GemmTile(int64_t depth, const float* a, int64_t lda, const float* const* b, int64_t column, float* c,
+                        int64_t ldc, const float* beta) {
   Vec sum[kRows][kVectors];
   for (int r = 0; r < kRows; ++r) {
     for (int v = 0; v < kVectors; ++v) sum[r][v] = Vec{};
@@ -258,15 +271,18 @@ TA_INLINE void GemmTile(int64_t depth, const float* a, int64_t lda, const float*
 }
 
 template <int kRows>
-void GemmRows(int64_t depth, int64_t vectors, const float* a, int64_t lda, const float* const* b, float* c, int64_t ldc, const float* beta) {
-  constexpr int kWide = kRows <= 2 ? 2 * kGemmVectors : kGemmVectors;  // few rows: more columns keep as many sums in flight
+void GemmRows(int64_t depth, int64_t vectors, const float* a, int64_t lda, const float* const* b, float* c, int64_t ldc,
+              const float* beta) {
+  constexpr int kWide =
+      kRows <= 2 ? 2 * kGemmVectors : kGemmVectors;  // few rows: more columns keep as many sums in flight
   int64_t v = 0;
-  for (; v + kWide <= vectors; v += kWide) GemmTile<kRows, kWide>(depth, a, lda, b, v * kLanes, c + v * kLanes, ldc, beta);
+  for (; v + kWide <= vectors; v += kWide)
+    GemmTile<kRows, kWide>(depth, a, lda, b, v * kLanes, c + v * kLanes, ldc, beta);
   for (; v < vectors; ++v) GemmTile<kRows, 1>(depth, a, lda, b, v * kLanes, c + v * kLanes, ldc, beta);
 }
 
-static void Gemm(int rows, int64_t depth, int64_t vectors, const float* a, int64_t lda, const float* const* b, float* c, int64_t ldc,
-                 const float* beta) {
+static void Gemm(int rows, int64_t depth, int64_t vectors, const float* a, int64_t lda, const float* const* b, float* c,
+                 int64_t ldc, const float* beta) {
   for (int r = 0; r < rows;) {
     const float* ar = a + r * lda;
     float* cr = c + r * ldc;
@@ -322,8 +338,8 @@ static void Dot(int rows, int64_t width, const float* query, const float* const*
   }
 }
 
-// key_t[d, j] = keys[j][d], in squares of 4. `keys` has kBlockKeys valid addresses up to the next multiple of 4 of count; columns past it keep what
-// they held, and their scores are never used.
+// key_t[d, j] = keys[j][d], in squares of 4. `keys` has kBlockKeys valid addresses up to the next multiple of 4 of
+// count; columns past it keep what they held, and their scores are never used.
 static void Transpose(int64_t width, const float* const* keys, int count, float* key_t) {
   for (int j = 0; j < count; j += 4) {
     for (int64_t d = 0; d < width; d += 4) {
@@ -331,13 +347,14 @@ static void Transpose(int64_t width, const float* const* keys, int count, float*
       for (int i = 0; i < 4; ++i) std::memcpy(&row[i], keys[j + i] + d, sizeof(row[i]));
       const Vec4 even_low = ZipLow(row[0], row[2]), even_high = ZipHigh(row[0], row[2]);
       const Vec4 odd_low = ZipLow(row[1], row[3]), odd_high = ZipHigh(row[1], row[3]);
-      const Vec4 column[4] = {ZipLow(even_low, odd_low), ZipHigh(even_low, odd_low), ZipLow(even_high, odd_high), ZipHigh(even_high, odd_high)};
+      const Vec4 column[4] = {ZipLow(even_low, odd_low), ZipHigh(even_low, odd_low), ZipLow(even_high, odd_high),
+                              ZipHigh(even_high, odd_high)};
       for (int i = 0; i < 4; ++i) std::memcpy(key_t + (d + i) * kBlockKeys + j, &column[i], sizeof(column[i]));
     }
   }
 }
 
-// -- softmax ---------------------------------------------------------------------------------------------------------------------------------
+// -- softmax --
 
 // Tokens before the new ones are seen by all rows.
 static bool SeesInTree(const TileSpec& spec, const KeyBlock& block, const Tile& tile, int r, int j) {
@@ -413,7 +430,7 @@ static void UpdateSoftmax(const KeyBlock& block, const Tile& tile, int r) {
   tile.max[r] = max;
 }
 
-// -- values ----------------------------------------------------------------------------------------------------------------------------------
+// -- values --
 
 static bool AllFinite(const float* row, int64_t elements) {
   IVec bad = {};
@@ -425,8 +442,10 @@ static bool AllFinite(const float* row, int64_t elements) {
   return !Any(bad);
 }
 
-// In a block that not every row sees, 0 * NaN must not reach the rows that do not: such values leave the product and are added row by row.
-static void AddNonFinite(const TileSpec& spec, const KeyBlock& block, const Tile& tile, const float* const* values, const bool* excluded) {
+// In a block that not every row sees, 0 * NaN must not reach the rows that do not: such values leave the product and
+// are added row by row.
+static void AddNonFinite(const TileSpec& spec, const KeyBlock& block, const Tile& tile, const float* const* values,
+                         const bool* excluded) {
   const int64_t width = Padded(spec.value_dim);
   for (int j = 0; j < block.count; ++j) {
     if (!excluded[j]) continue;
@@ -439,7 +458,8 @@ static void AddNonFinite(const TileSpec& spec, const KeyBlock& block, const Tile
   }
 }
 
-static void AddValues(const TileSpec& spec, const KeyBlock& block, const KeyBlock& next, const Tile& tile, bool partial) {
+static void AddValues(const TileSpec& spec, const KeyBlock& block, const KeyBlock& next, const Tile& tile,
+                      bool partial) {
   const float* values[kBlockKeys];
   FloatRows(spec, ValueRows(spec, block, next, tile), values);
   const int64_t width = Padded(spec.value_dim);
@@ -469,8 +489,8 @@ void Take(const TileSpec& spec, const KeyBlock& block, const KeyBlock& next, con
     Transpose(width, keys, block.count, tile.key_t);
     for (int64_t d = 0; d < spec.head_dim; d += kDepth) {
       const int64_t depth = spec.head_dim - d < kDepth ? spec.head_dim - d : kDepth;
-      Gemm(tile.rows, depth, (block.count + kLanes - 1) / kLanes, tile.query + d, Padded(spec.head_dim), tile.key_t_rows + d, tile.score, kBlockKeys,
-           d == 0 ? nullptr : tile.ones);
+      Gemm(tile.rows, depth, (block.count + kLanes - 1) / kLanes, tile.query + d, Padded(spec.head_dim),
+           tile.key_t_rows + d, tile.score, kBlockKeys, d == 0 ? nullptr : tile.ones);
     }
   }
   const bool partial = IsPartial(spec, block, tile);

@@ -16,7 +16,8 @@ struct Side {
   int64_t width;       // D or Dv
 };
 
-// The first `width` columns of row `row` of [L,N,K,P] to out; a stored row is row_width long. fp8 decodes to Out, everything else to E first.
+// The first `width` columns of row `row` of [L,N,K,P] to out; a stored row is row_width long. fp8 decodes to Out,
+// everything else to E first.
 template <class E, class Out>
 void DecodeRow(const Side& side, DType kv_dtype, int64_t row_width, int64_t row, int64_t layer_head, Out* out) {
   const int64_t width = side.width;
@@ -27,7 +28,8 @@ void DecodeRow(const Side& side, DType kv_dtype, int64_t row_width, int64_t row,
       const RowScale scale = {ToFloat(pair[0]), ToFloat(pair[1])};
       const bool packed = kv_dtype == DType::kInt4;
       const uint8_t* codes = static_cast<const uint8_t*>(side.pool) + row * RowBytes(kv_dtype, row_width);
-      for (int64_t d = 0; d < width; ++d) out[d] = FromFloat<Out>(DecodeCode<E>(packed ? Int4Code(codes, d) : codes[d], scale));
+      for (int64_t d = 0; d < width; ++d)
+        out[d] = FromFloat<Out>(DecodeCode<E>(packed ? Int4Code(codes, d) : codes[d], scale));
       break;
     }
     case DType::kFloat8E4M3: {
@@ -62,8 +64,8 @@ void GatherPage(const GatherParams& params, int64_t b, int64_t column) {
         continue;
       }
       for (int64_t head = 0; head < K; ++head) {
-        DecodeRow<E>(side, cache.kv_dtype, side.pool == cache.key ? cache.head_dim : cache.value_dim, CacheRow(cache, page, head, slot),
-                     page / cache.num_pages * K + head, out + head * side.width);
+        DecodeRow<E>(side, cache.kv_dtype, side.pool == cache.key ? cache.head_dim : cache.value_dim,
+                     CacheRow(cache, page, head, slot), page / cache.num_pages * K + head, out + head * side.width);
       }
     }
   }
@@ -72,9 +74,12 @@ void GatherPage(const GatherParams& params, int64_t b, int64_t column) {
 template <class E>
 void GatherAs(const GatherParams& params, int64_t b, int64_t column) {
   switch (params.out_dtype) {
-    case DType::kBfloat16: return GatherPage<E, bf16>(params, b, column);
-    case DType::kFloat16: return GatherPage<E, fp16>(params, b, column);
-    default: return GatherPage<E, float>(params, b, column);
+    case DType::kBfloat16:
+      return GatherPage<E, bf16>(params, b, column);
+    case DType::kFloat16:
+      return GatherPage<E, fp16>(params, b, column);
+    default:
+      return GatherPage<E, float>(params, b, column);
   }
 }
 
@@ -85,9 +90,12 @@ Status Gather(const GatherParams& params, Parallel& parallel) {
   const int64_t M = params.seqs.max_pages;
   parallel.For(params.seqs.batch * M, [&](int64_t item, int) {
     switch (params.cache.dtype) {
-      case DType::kBfloat16: return GatherAs<bf16>(params, item / M, item % M);
-      case DType::kFloat16: return GatherAs<fp16>(params, item / M, item % M);
-      default: return GatherAs<float>(params, item / M, item % M);
+      case DType::kBfloat16:
+        return GatherAs<bf16>(params, item / M, item % M);
+      case DType::kFloat16:
+        return GatherAs<fp16>(params, item / M, item % M);
+      default:
+        return GatherAs<float>(params, item / M, item % M);
     }
   });
   return Status();

@@ -1,5 +1,5 @@
-// The CPU kernels. Each checks nothing about shapes (handlers do) and survives any value in the integer arrays. A failed Status means that scratch
-// memory could not be allocated; results are then undefined.
+// The CPU kernels. Each checks nothing about shapes (handlers do) and survives any value in the integer arrays. A
+// failed Status means that scratch memory could not be allocated; results are then undefined.
 #ifndef TURBOATTN_KERNELS_CPU_KERNELS_H_
 #define TURBOATTN_KERNELS_CPU_KERNELS_H_
 

@@ -32,9 +32,12 @@ void MergeRow(const MergeParams& params, int64_t row, float* acc) {
 template <class In>
 void MergeAs(const MergeParams& params, int64_t row, float* acc) {
   switch (params.out_dtype) {
-    case DType::kBfloat16: return MergeRow<In, bf16>(params, row, acc);
-    case DType::kFloat16: return MergeRow<In, fp16>(params, row, acc);
-    default: return MergeRow<In, float>(params, row, acc);
+    case DType::kBfloat16:
+      return MergeRow<In, bf16>(params, row, acc);
+    case DType::kFloat16:
+      return MergeRow<In, fp16>(params, row, acc);
+    default:
+      return MergeRow<In, float>(params, row, acc);
   }
 }
 
@@ -52,9 +55,15 @@ Status Merge(const MergeParams& params, Parallel& parallel) {
   parallel.For(items, [&](int64_t item, int worker) {
     for (int64_t row = item * kRowsPerItem; row < std::min(rows, (item + 1) * kRowsPerItem); ++row) {
       switch (params.dtype) {
-        case DType::kBfloat16: MergeAs<bf16>(params, row, acc[worker].get()); break;
-        case DType::kFloat16: MergeAs<fp16>(params, row, acc[worker].get()); break;
-        default: MergeAs<float>(params, row, acc[worker].get()); break;
+        case DType::kBfloat16:
+          MergeAs<bf16>(params, row, acc[worker].get());
+          break;
+        case DType::kFloat16:
+          MergeAs<fp16>(params, row, acc[worker].get());
+          break;
+        default:
+          MergeAs<float>(params, row, acc[worker].get());
+          break;
       }
     }
   });

@@ -1,4 +1,5 @@
-// How CPU kernels run on several threads: an interface that handlers implement over XLA's thread pool and tests over std::thread.
+// How CPU kernels run on several threads: an interface that handlers implement over XLA's thread pool and tests over
+// std::thread.
 #ifndef TURBOATTN_KERNELS_CPU_PARALLEL_H_
 #define TURBOATTN_KERNELS_CPU_PARALLEL_H_
 
@@ -19,8 +20,9 @@ class Parallel {
   // Upper bound of the worker numbers that For passes, at least 1.
   virtual int num_workers() const = 0;
 
-  // Calls body(item, worker) for every item in [0, items), each once, in any order, and returns when all are done. Calls with equal `worker`
-  // do not overlap, so a worker number can select scratch memory; it is below num_workers() and below `items`.
+  // Calls body(item, worker) for every item in [0, items), each once, in any order, and returns when all are done.
+  // Calls with equal `worker` do not overlap, so a worker number can select scratch memory; it is below num_workers()
+  // and below `items`.
   virtual void For(int64_t items, const std::function<void(int64_t item, int worker)>& body) = 0;
 };
 
@@ -33,8 +35,8 @@ class Inline final : public Parallel {
   }
 };
 
-// While it lives, the thread computes with subnormal numbers. XLA's threads flush them to zero, which would change the bytes of quantised rows
-// (a subnormal x, or a zero point that is one).
+// While it lives, the thread computes with subnormal numbers. XLA's threads flush them to zero, which would change the
+// bytes of quantised rows (a subnormal x, or a zero point that is one).
 class KeepSubnormals {
  public:
 #if defined(__SSE2__)

@@ -30,7 +30,8 @@ inline void MakeTurns(const RopeParams& rope, int64_t b, int64_t token, int64_t 
 }
 
 inline void Rotate(const RopeParams& rope, const SinCos* turns, float* head) {
-  for (int64_t j = 0; j < rope.dim / 2; ++j) RopeRotate(turns[j], head + RopeFirst(rope, j), head + RopeSecond(rope, j));
+  for (int64_t j = 0; j < rope.dim / 2; ++j)
+    RopeRotate(turns[j], head + RopeFirst(rope, j), head + RopeSecond(rope, j));
 }
 
 }  // namespace turboattn::cpu

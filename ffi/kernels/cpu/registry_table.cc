@@ -1,4 +1,5 @@
-// The kernels of the CPU module. Each takes every D, Dv and dtype at run time; the table spells out the dtype pairs, since that is what is asked.
+// The kernels of the CPU module. Each takes every D, Dv and dtype at run time; the table spells out the dtype pairs,
+// since that is what is asked.
 #include "core/registry.h"
 #include "kernels/cpu/kernels.h"
 
