@@ -1,6 +1,6 @@
 """Decides whether the CUDA module is built, for which GPUs and with which nvcc.
 
-The build backend imports it (are compiler wheels needed?) and CMake runs it as a script, so that both see the same answer.
+The build backend imports it (are compiler wheels needed?) and CMake runs it as a script: both see the same answer.
 As a script it prints `key=value` lines: cuda (ON|OFF), why, archs (75;80;...), nvcc (a path or empty).
 """
 
@@ -16,8 +16,8 @@ import shutil
 import subprocess
 import sys
 
-# nvcc's own requirements are unpinned, so pip alone would put a 13.0 nvcc beside a newer nvvm: all five are held to one minor release.
-# cccl is nobody's dependency, but cuda_fp16.h includes <nv/target> from it.
+# nvcc's own requirements are unpinned, so pip alone would put a 13.0 nvcc beside a newer nvvm: all five are held to one
+# minor release. cccl is nobody's dependency, but cuda_fp16.h includes <nv/target> from it.
 COMPILER_WHEELS = [
     f"{name}==13.0.*"
     for name in ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
@@ -63,7 +63,7 @@ def _works(nvcc: str) -> bool:
 
 
 def find_nvcc() -> str | None:
-    """The first nvcc that runs, of: $CUDACXX, $CUDA_HOME, $CUDA_PATH, PATH, /usr/local/cuda, the nvidia-cuda-nvcc wheel."""
+    """The first nvcc that runs, of: $CUDACXX, $CUDA_HOME, $CUDA_PATH, PATH, /usr/local/cuda, the compiler wheels."""
     roots = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     spec = importlib.util.find_spec("nvidia")
     wheel_folders = list(spec.submodule_search_locations or []) if spec else []
@@ -101,8 +101,9 @@ if __name__ == "__main__":
     choice = choose()
     if choice.cuda and choice.nvcc is None:
         sys.exit(
-            f"{choice.why}, but no nvcc of {_MIN_NVCC[0]}.{_MIN_NVCC[1]} or newer runs here: put one on PATH, set CUDA_HOME, "
-            f"`pip install {' '.join(repr(w) for w in COMPILER_WHEELS)}`, or set TURBOATTN_CUDA=OFF for the CPU module alone"
+            f"{choice.why}, but no nvcc of {'.'.join(map(str, _MIN_NVCC))} or newer runs here: put one on PATH, "
+            f"set CUDA_HOME, `pip install {' '.join(map(repr, COMPILER_WHEELS))}`, "
+            "or set TURBOATTN_CUDA=OFF for the CPU module alone"
         )
     print(f"cuda={'ON' if choice.cuda else 'OFF'}", f"why={choice.why}", sep="\n")
     print(f"archs={';'.join(choice.archs)}", f"nvcc={choice.nvcc or ''}", sep="\n")

@@ -1,4 +1,7 @@
-"""The PEP 517 build backend: scikit-build-core, plus the CUDA compiler wheels where CUDA is on and the host has no working nvcc."""
+"""The PEP 517 build backend: scikit-build-core, plus the CUDA compiler wheels where they are needed.
+
+They are when the CUDA module is built and no nvcc works here.
+"""
 
 from __future__ import annotations
 

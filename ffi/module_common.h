@@ -13,8 +13,8 @@ namespace turboattn {
 
 namespace nb = nanobind;
 
-// registrations() -> {FFI target name: capsule}; ffi_api_version() -> (major, minor) of the FFI headers of this build; kernels() -> [{name, phase, family, head_dim, value_dim, dtype,
-// kv_dtype}], sizes of None are taken at run time.
+// registrations() -> {FFI target name: capsule}; ffi_api_version() -> (major, minor) of the FFI headers of this build;
+// kernels() -> [{name, phase, family, head_dim, value_dim, dtype, kv_dtype}], sizes of None are taken at run time.
 inline void DefineCommon(nb::module_& module) {
   module.def("registrations", [] {
     nb::dict registrations;

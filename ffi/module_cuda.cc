@@ -1,4 +1,5 @@
-// Python module _cuda: the FFI handlers over the CUDA kernels. Imports on hosts without a driver; device_error() says whether it can run.
+// Python module _cuda: the FFI handlers over the CUDA kernels. Imports on hosts without a driver; device_error() says
+// whether it can run.
 #include <cuda_runtime_api.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>

@@ -24,9 +24,10 @@ target_compile_definitions(_cpu PRIVATE TURBOATTN_CPU)
 target_include_directories(_cpu PRIVATE ffi)
 target_include_directories(_cpu SYSTEM PRIVATE ${TURBOATTN_XLA_INCLUDE})
 target_link_libraries(_cpu PRIVATE Threads::Threads)
-# The bytes of encoded rows are part of the contract: no a * b + c may become one fma. (nanobind alone would optimise for size.)
+# The bytes of encoded rows are part of the contract: no a * b + c may become one fma. (nanobind alone would optimise
+# for size.)
 target_compile_options(_cpu PRIVATE -O3 -ffp-contract=off -Wall -Wextra)
-# What static libraries define stays inside: where the linker finds only a static libstdc++, its unique symbols (the locale's among them) would
-# otherwise mix with those of jaxlib's copy.
+# What static libraries define stays inside: where the linker finds only a static libstdc++, its unique symbols (the
+# locale's among them) would otherwise mix with those of jaxlib's copy.
 target_link_options(_cpu PRIVATE $<$<PLATFORM_ID:Linux>:LINKER:--exclude-libs,ALL>)
 install(TARGETS _cpu LIBRARY DESTINATION jax_turboattn)

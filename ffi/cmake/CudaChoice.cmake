@@ -1,8 +1,11 @@
-# Sets TURBOATTN_CUDA_CHOICE (ON|OFF), TURBOATTN_ARCHS and TURBOATTN_NVCC from the script that the build backend uses too.
-set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "_build_backend/cuda_choice.py" "ffi/kernels/kernel_matrix.cmake")
+# Sets TURBOATTN_CUDA_CHOICE (ON|OFF), TURBOATTN_ARCHS and TURBOATTN_NVCC from the script that the build backend uses
+# too.
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "_build_backend/cuda_choice.py")
 execute_process(
   COMMAND "${Python_EXECUTABLE}" "${CMAKE_SOURCE_DIR}/_build_backend/cuda_choice.py"
-  OUTPUT_VARIABLE _choice ERROR_VARIABLE _error OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE _status)
+  OUTPUT_VARIABLE _choice OUTPUT_STRIP_TRAILING_WHITESPACE
+  ERROR_VARIABLE _error ERROR_STRIP_TRAILING_WHITESPACE
+  RESULT_VARIABLE _status)
 if(NOT _status EQUAL 0)
   message(FATAL_ERROR "${_error}")
 endif()

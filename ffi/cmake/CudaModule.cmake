@@ -1,8 +1,10 @@
-# _cuda: the handlers over the CUDA kernels of kernel_matrix.cmake, one OBJECT library a kernel family, since targets are per library.
+# _cuda: the handlers over the CUDA kernels of kernel_matrix.cmake, one OBJECT library a kernel family, since targets
+# are per library.
 message(STATUS "nvcc: ${TURBOATTN_NVCC}; GPUs: ${TURBOATTN_ARCHS}")
 set(CMAKE_CUDA_COMPILER "${TURBOATTN_NVCC}")
 set(CMAKE_CUDA_ARCHITECTURES 75-real)  # for CMake's own compiler check; every library below sets its targets
-# Static: the module then loads on a host without the toolkit and without a driver (cudart opens libcuda when it is first used). Never -lcuda.
+# Static: the module then loads on a host without the toolkit and without a driver (cudart opens libcuda when it is
+# first used). Never -lcuda.
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 cmake_path(GET TURBOATTN_NVCC PARENT_PATH _cuda_root)
 cmake_path(GET _cuda_root PARENT_PATH _cuda_root)
@@ -45,7 +47,7 @@ target_compile_definitions(_cuda PRIVATE TURBOATTN_CUDA)
 target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra>)
 target_include_directories(_cuda PRIVATE ffi)
 target_include_directories(_cuda SYSTEM PRIVATE ${TURBOATTN_XLA_INCLUDE} ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-# What static libraries define stays inside: where the linker finds only a static libstdc++, its unique symbols (the locale's among them) would
-# otherwise mix with those of jaxlib's copy.
+# What static libraries define stays inside: where the linker finds only a static libstdc++, its unique symbols (the
+# locale's among them) would otherwise mix with those of jaxlib's copy.
 target_link_options(_cuda PRIVATE $<$<PLATFORM_ID:Linux>:LINKER:--exclude-libs,ALL>)
 install(TARGETS _cuda LIBRARY DESTINATION jax_turboattn)

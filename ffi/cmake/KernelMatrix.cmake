@@ -1,14 +1,17 @@
-# From the rows of kernel_matrix.cmake to generated sources and their compile targets. Also runs in script mode (list_kernels.cmake).
+# From the rows of kernel_matrix.cmake to generated sources and their compile targets. Also runs in script mode
+# (list_kernels.cmake).
 
 set(_turboattn_matrix_file "${CMAKE_CURRENT_LIST_DIR}/../kernels/kernel_matrix.cmake")
 set(_turboattn_kernels_dir "${CMAKE_CURRENT_LIST_DIR}/../kernels")
 
-# Splits `row` into row_phase, row_family, row_head_dim, row_value_dim, row_q, row_kv and row_name; stops, naming the row, when it is malformed.
+# Splits `row` into row_phase, row_family, row_head_dim, row_value_dim, row_q, row_kv and row_name; stops, naming the
+# row, when it is malformed.
 macro(turboattn_parse_row row)
   string(REPLACE "|" ";" _columns "${row}")
   list(LENGTH _columns _count)
   if(NOT _count EQUAL 6)
-    turboattn_bad_row("${row}" "must have the 6 columns phase|family|head_dim|value_dim|q dtype|kv dtype, got ${_count}")
+    turboattn_bad_row(
+      "${row}" "must have the 6 columns phase|family|head_dim|value_dim|q dtype|kv dtype, got ${_count}")
   endif()
   list(GET _columns 0 row_phase)
   list(GET _columns 1 row_family)
@@ -26,7 +29,8 @@ macro(turboattn_parse_row row)
     endif()
   endforeach()
   if("${row_kv}" IN_LIST TURBOATTN_Q_DTYPES AND NOT "${row_kv}" STREQUAL "${row_q}")
-    turboattn_bad_row("${row}" "an unquantised cache has the q dtype: kv dtype must be ${row_q}, int8, int4 or fp8, got ${row_kv}")
+    turboattn_bad_row(
+      "${row}" "an unquantised cache has the q dtype: kv dtype must be ${row_q}, int8, int4 or fp8, got ${row_kv}")
   endif()
   # The same words as to_string(KernelDesc) in core/desc.cc: file, object and kernel share one name.
   set(row_name "${row_phase}_${row_family}")
@@ -52,8 +56,9 @@ function(turboattn_bad_row row problem)
   message(FATAL_ERROR "kernel row `${row}`: ${problem}. Mend it in ${_turboattn_matrix_file}")
 endfunction()
 
-# The entries of TURBOATTN_TARGETS_<family> that the GPUs `archs` (compute capabilities, or `all`) need: for each GPU the best cubin of its
-# major version, else the newest PTX that is not newer than the GPU. An entry for one card alone (90a) serves that card alone.
+# The entries of TURBOATTN_TARGETS_<family> that the GPUs `archs` (compute capabilities, or `all`) need: for each GPU
+# the best cubin of its major version, else the newest PTX that is not newer than the GPU. An entry for one card alone
+# (90a) serves that card alone.
 function(turboattn_family_targets family archs out)
   set(targets ${TURBOATTN_TARGETS_${family}})
   if("all" IN_LIST archs)
@@ -91,7 +96,8 @@ function(turboattn_family_targets family archs out)
   set(${out} "${chosen}" PARENT_SCOPE)
 endfunction()
 
-# The rows to build for `archs`, after the regex TURBOATTN_ONLY (environment). Every row is checked, the ones left out too.
+# The rows to build for `archs`, after the regex TURBOATTN_ONLY (environment). Every row is checked, the ones left out
+# too.
 function(turboattn_selected_rows archs out)
   set(selected)
   foreach(row IN LISTS TURBOATTN_KERNEL_MATRIX)
@@ -105,7 +111,8 @@ function(turboattn_selected_rows archs out)
 endfunction()
 
 # Writes <out_dir>/<name>.cu for each row and <out_dir>/registry_table.cc. For each family with a row, sets
-# TURBOATTN_SOURCES_<family> in the caller. configure_file writes only on a difference, so nothing rebuilds without need.
+# TURBOATTN_SOURCES_<family> in the caller. configure_file writes only on a difference, so nothing rebuilds without
+# need.
 function(turboattn_generate_sources rows out_dir)
   foreach(family IN LISTS TURBOATTN_FAMILIES)
     set(sources_${family})
@@ -120,7 +127,8 @@ function(turboattn_generate_sources rows out_dir)
     set(KV_DTYPE "DType::${TURBOATTN_ENUM_${row_kv}}")
     string(REPLACE "any" "0" HEAD_DIM "${row_head_dim}")
     string(REPLACE "any" "0" VALUE_DIM "${row_value_dim}")
-    set(DESC "{Phase::${TURBOATTN_ENUM_${row_phase}}, \"${row_family}\", ${Q_DTYPE}, ${KV_DTYPE}, ${HEAD_DIM}, ${VALUE_DIM}}")
+    set(PHASE "Phase::${TURBOATTN_ENUM_${row_phase}}")
+    set(DESC "{${PHASE}, \"${row_family}\", ${Q_DTYPE}, ${KV_DTYPE}, ${HEAD_DIM}, ${VALUE_DIM}}")
     configure_file("${_turboattn_kernels_dir}/${row_phase}/${row_phase}.cu.in" "${out_dir}/${row_name}.cu" @ONLY)
     list(APPEND sources_${row_family} "${out_dir}/${row_name}.cu")
     string(APPEND DECLARATIONS "Kernel Kernel_${row_name}();\n")

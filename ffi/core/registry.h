@@ -1,4 +1,5 @@
-// The kernels that a module holds. A handler asks with a KernelDesc and gets a function pointer: neither includes the other's headers.
+// The kernels that a module holds. A handler asks with a KernelDesc and gets a function pointer: neither includes the
+// other's headers.
 #ifndef TURBOATTN_CORE_REGISTRY_H_
 #define TURBOATTN_CORE_REGISTRY_H_
 
@@ -28,7 +29,8 @@ class Kernel {
   AnyFunction launch_;
 };
 
-// All kernels of this module, in order of preference. The table is generated from kernel_matrix.cmake (_cuda) or written by hand (_cpu).
+// All kernels of this module, in order of preference. The table is generated from kernel_matrix.cmake (_cuda) or
+// written by hand (_cpu).
 const std::vector<Kernel>& Kernels();
 
 // The first kernel that offers what is asked (an empty family in `asked` takes any); null when there is none.

@@ -2,12 +2,13 @@
 #
 #   phase|family|head_dim|value_dim|q dtype|kv dtype
 #
-# head_dim, value_dim: a number, or `any` for kernels that take it at run time. kv dtype: what the cache stores; an unquantised cache
-# has the q dtype. To add a kernel, add a row; to add a family, add its name and its targets here.
+# head_dim, value_dim: a number, or `any` for kernels that take it at run time. kv dtype: what the cache stores; an
+# unquantised cache has the q dtype. To add a kernel, add a row; to add a family, add its name and its targets here.
 
-# A cubin loads only on GPUs of its own major version, so each family lists the targets it is compiled for; PTX (-virtual) serves newer ones.
+# A cubin loads only on GPUs of its own major version, so each family lists the targets it is compiled for; PTX
+# (-virtual) serves newer ones.
 set(TURBOATTN_FAMILIES simt sm75 sm80 sm90)
-set(TURBOATTN_TARGETS_simt 75-real 80-real 90-real 75-virtual)  # no tensor cores: one source for every card (append, gather)
+set(TURBOATTN_TARGETS_simt 75-real 80-real 90-real 75-virtual)  # no tensor cores: one source for every card
 set(TURBOATTN_TARGETS_sm75 75-real 75-virtual)                  # mma m16n8k8; on newer cards through its PTX
 set(TURBOATTN_TARGETS_sm80 80-real 90-real 80-virtual)          # mma m16n8k16 + cp.async; 80 serves 86 and 89 too
 set(TURBOATTN_TARGETS_sm90 90a-real)                            # wgmma + TMA: this card and no other

@@ -1,4 +1,5 @@
-// append_kv on the GPU: bias, RoPE, one rounding to E, encode, store. One block a token, one warp a (token, head) row of K or V.
+// append_kv on the GPU: bias, RoPE, one rounding to E, encode, store. One block a token, one warp a (token, head) row
+// of K or V.
 #ifndef TURBOATTN_KERNELS_APPEND_KERNEL_CUH_
 #define TURBOATTN_KERNELS_APPEND_KERNEL_CUH_
 
@@ -13,8 +14,8 @@
 
 namespace turboattn::append {
 
-// The lowest sequence that owns row `token` of the packed arrays, or INT_MAX. Run by the whole block; ranges are not trusted to be sorted, so
-// every one is looked at (256 at a time). `s_owner`: one shared int.
+// The lowest sequence that owns row `token` of the packed arrays, or INT_MAX. Run by the whole block; ranges are not
+// trusted to be sorted, so every one is looked at (256 at a time). `s_owner`: one shared int.
 __device__ inline int FindOwner(const Sequences& seqs, int64_t token, int* s_owner) {
   if (seqs.q_ranges == nullptr) return static_cast<int>(token / seqs.uniform_q_len);
   if (threadIdx.x == 0) *s_owner = INT_MAX;
@@ -112,7 +113,8 @@ __host__ __device__ inline int64_t RowWidth(const AppendParams& params) {
   return params.cache.head_dim > value_width ? params.cache.head_dim : value_width;
 }
 
-// Grid-stride over the T packed tokens. Dynamic shared memory: SinCos[R/2] of the token, then one float row a warp (see launch.cuh).
+// Grid-stride over the T packed tokens. Dynamic shared memory: SinCos[R/2] of the token, then one float row a warp (see
+// launch.cuh).
 template <class Traits>
 __global__ void __launch_bounds__(kMaxWarps* kWarp) AppendKernel(const __grid_constant__ AppendParams params) {
   using E = typename Traits::E;
@@ -143,8 +145,9 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) AppendKernel(const __grid_co
     for (int64_t r = threadIdx.x / kWarp; r < rows; r += blockDim.x / kWarp) {
       const bool is_key = r < cache.num_kv_heads;
       const int64_t head = is_key ? r : r - cache.num_kv_heads;
-      const Side side = is_key ? Side{params.key, params.key_bias, cache.key, cache.key_params, cache.head_dim}
-                               : Side{params.value, params.value_bias, cache.value, cache.value_params, cache.value_dim};
+      const Side side = is_key
+                            ? Side{params.key, params.key_bias, cache.key, cache.key_params, cache.head_dim}
+                            : Side{params.value, params.value_bias, cache.value, cache.value_params, cache.value_dim};
       LoadRow<E>(side, params.bias_dtype, token * cache.num_kv_heads + head, head, s_row);
       if (is_key) {
         for (int64_t j = threadIdx.x % kWarp; j < pairs; j += kWarp) {

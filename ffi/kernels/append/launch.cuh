@@ -19,8 +19,8 @@ cudaError_t Launch(const AppendParams& params, cudaStream_t stream) {
   if (cache.head_dim % kChunk != 0 || (has_value && cache.value_dim % kChunk != 0)) return cudaErrorInvalidValue;
   const int64_t row_bytes = RowWidth(params) * static_cast<int64_t>(sizeof(float));
   const int64_t turn_bytes = params.rope.dim / 2 * static_cast<int64_t>(sizeof(SinCos));
-  // Shared memory without an opt-in ends at 48 KB: 8 warps fit up to D = 1,200 with a full rotation (40 KB of rows and turns); wider rows
-  // get fewer warps, never a failure below D = 6,000.
+  // Shared memory without an opt-in ends at 48 KB: 8 warps fit up to D = 1,200 with a full rotation (40 KB of rows and
+  // turns); wider rows get fewer warps, never a failure below D = 6,000.
   constexpr int64_t kSharedBytes = 47 * 1024;
   const int64_t fitting = (kSharedBytes - turn_bytes) / row_bytes;
   if (fitting < 1) return cudaErrorInvalidConfiguration;

@@ -1,4 +1,5 @@
-// gather_kv on the GPU: decoded, contiguous K and V. One block a (sequence, position), one warp a (position, head) row of K or V.
+// gather_kv on the GPU: decoded, contiguous K and V. One block a (sequence, position), one warp a (position, head) row
+// of K or V.
 #ifndef TURBOATTN_KERNELS_GATHER_KERNEL_CUH_
 #define TURBOATTN_KERNELS_GATHER_KERNEL_CUH_
 
@@ -19,7 +20,8 @@ struct Side {
   int64_t width;       // pool_width; less where the values are the first columns of the keys
 };
 
-// Elements d .. d + 7 of row `row` of [L,N,K,P], as float32. fp8 values are rounded straight to Out, the others are E values.
+// Elements d .. d + 7 of row `row` of [L,N,K,P], as float32. fp8 values are rounded straight to Out, the others are E
+// values.
 template <class Traits>
 __device__ inline void DecodeChunk(const Side& side, int64_t row, int64_t layer_head, int64_t d, float x[kChunk]) {
   using E = typename Traits::E;
@@ -63,9 +65,10 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) GatherKernel(const __grid_co
     for (int64_t r = threadIdx.x / kWarp; r < rows; r += blockDim.x / kWarp) {
       const bool is_key = r < cache.num_kv_heads;
       const int64_t head = is_key ? r : r - cache.num_kv_heads;
-      const Side side = is_key         ? Side{cache.key, cache.key_params, cache.head_dim, params.key, cache.head_dim}
-                        : shared_value ? Side{cache.key, cache.key_params, cache.head_dim, params.value, cache.value_dim}
-                                       : Side{cache.value, cache.value_params, cache.value_dim, params.value, cache.value_dim};
+      const Side side = is_key ? Side{cache.key, cache.key_params, cache.head_dim, params.key, cache.head_dim}
+                        : shared_value
+                            ? Side{cache.key, cache.key_params, cache.head_dim, params.value, cache.value_dim}
+                            : Side{cache.value, cache.value_params, cache.value_dim, params.value, cache.value_dim};
       for (int64_t d = threadIdx.x % kWarp * kChunk; d < side.width; d += kWarp * kChunk) {
         float x[kChunk] = {};
         if (page != kUnmapped) {

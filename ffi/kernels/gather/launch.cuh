@@ -25,10 +25,14 @@ cudaError_t LaunchTo(const GatherParams& params, cudaStream_t stream) {
 template <DType kE, DType kKv>
 cudaError_t Launch(const GatherParams& params, cudaStream_t stream) {
   switch (params.out_dtype) {
-    case DType::kBfloat16: return LaunchTo<Traits<kE, kKv, DType::kBfloat16>>(params, stream);
-    case DType::kFloat16: return LaunchTo<Traits<kE, kKv, DType::kFloat16>>(params, stream);
-    case DType::kFloat32: return LaunchTo<Traits<kE, kKv, DType::kFloat32>>(params, stream);
-    default: return cudaErrorInvalidValue;
+    case DType::kBfloat16:
+      return LaunchTo<Traits<kE, kKv, DType::kBfloat16>>(params, stream);
+    case DType::kFloat16:
+      return LaunchTo<Traits<kE, kKv, DType::kFloat16>>(params, stream);
+    case DType::kFloat32:
+      return LaunchTo<Traits<kE, kKv, DType::kFloat32>>(params, stream);
+    default:
+      return cudaErrorInvalidValue;
   }
 }
 
