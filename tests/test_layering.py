@@ -15,7 +15,7 @@ LAYERS = [
     ("api", "inspection"),
     ("primitives",),
     ("backends",),
-    ("spec", "checks", "cache", "rope", "rotation"),
+    ("spec", "checks", "cache", "rope", "rotation", "quant"),
 ]
 LEVEL = {name: level for level, names in enumerate(reversed(LAYERS)) for name in names}
 EXTENSIONS = ("_cpu", "_cuda")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_turboattn as ta
-from jax_turboattn import rotation
+from jax_turboattn import quant, rotation
 from jax_turboattn.backends import xla
 from jax_turboattn.testing import codecs
 
@@ -52,7 +52,7 @@ def same(got, want) -> bool:
 def test_integer_codes_equal_the_numpy_codec(dtype, kv_dtype):
     x = rows_of(DTYPES[dtype], 40_000, 64)  # 2.6 M values
     # The decoding in the same program: nothing may be simplified across the stored parameters.
-    both = jax.jit(lambda x: (lambda c, p: (c, p, xla.decode(c, p, kv_dtype, dtype)))(*xla.encode(x, kv_dtype)))
+    both = jax.jit(lambda x: (lambda c, p: (c, p, quant.decode(c, p, kv_dtype, dtype)))(*quant.encode(x, kv_dtype)))
     codes, params, decoded = (np.asarray(y) for y in both(x))
     want_codes, want_params = codecs.encode_int(x, kv_dtype)
     want = codecs.decode_int(want_codes, want_params, kv_dtype)
@@ -71,17 +71,17 @@ def test_fp8_equals_the_numpy_codec(dtype):
     x = rows_of(DTYPES[dtype], 20_000, 64)
     scale = np.exp2(rng.uniform(-8, 8, (len(x), 1))).astype(np.float32)
     scale[:4, 0] = 0, np.nan, np.inf, -1
-    stored = jax.jit(lambda x, s: xla.encode(x, "float8_e4m3fn", s)[0])(x, scale)
+    stored = jax.jit(lambda x, s: quant.encode(x, "float8_e4m3fn", s)[0])(x, scale)
     want = codecs.encode_fp8(x, scale)
     assert same(stored, want)
-    decoded = jax.jit(lambda y, s: xla.decode(y, s, "float8_e4m3fn", dtype))(want, scale)
+    decoded = jax.jit(lambda y, s: quant.decode(y, s, "float8_e4m3fn", dtype))(want, scale)
     assert same(decoded, codecs.decode_fp8(want, scale, DTYPES[dtype]))
 
 
 def test_int4_packing():
     codes = np.random.default_rng(2).integers(0, 16, (7, 40)).astype(np.uint8)
-    assert np.array_equal(xla._pack_int4(codes), codecs.pack_int4(codes))
-    assert np.array_equal(xla._unpack_int4(codecs.pack_int4(codes)), codes)
+    assert np.array_equal(quant._pack_int4(codes), codecs.pack_int4(codes))
+    assert np.array_equal(quant._unpack_int4(codecs.pack_int4(codes)), codes)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -89,7 +89,7 @@ def test_rounding_is_that_of_a_conversion(dtype):
     rng = np.random.default_rng(3)
     x = (rng.standard_normal(1 << 18) * np.exp2(rng.integers(-30, 20, 1 << 18))).astype(np.float32)
     x[:6] = 0, -0.0, np.inf, -np.inf, np.nan, 65520  # 65520: the first that float16 rounds to Inf
-    got = jax.jit(lambda x: xla._round(x, dtype))(x)
+    got = jax.jit(lambda x: quant.round_to(x, dtype))(x)
     with np.errstate(over="ignore"):
         assert same(got, x.astype(DTYPES[dtype]))
 
