@@ -133,15 +133,12 @@ def _sharding(avals, tokens, axes: list[str]):
 def _lower_inner(platform, ctx, *operands, spec):
     name = backends.select(spec, platform or "another platform")
     if name == "xla":
-        # Which operands vary over the devices of a shard_map has been typed above. Here no collective follows, and the
-        # loops of plain jnp would have to repeat those types for every constant that they start from.
-        ctx = ctx.replace(avals_in=[_unvarying(a) for a in ctx.avals_in])
-        return mlir.lower_fun(functools.partial(xla.run, spec), multiple_results=True)(ctx, *operands)
+        # Shardings, and what varies over the devices of a shard_map, have been typed above. Here everything is one
+        # device's: plain jnp would have to repeat those types for every constant that its loops start from.
+        ctx = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return mlir.lower_fun(functools.partial(xla.run, spec), multiple_results=True)(ctx, *operands)
     return ffi.lower(ctx, *operands, spec=spec)
-
-
-def _unvarying(aval):
-    return aval.update(manual_axis_type=aval.manual_axis_type.update(varying=frozenset()))
 
 
 # --- partitioning --------------------------------------------------------------------------------------------------
