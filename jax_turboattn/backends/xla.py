@@ -587,7 +587,7 @@ def _as_packed(named: Named) -> Named:
 
 
 def _rotation(rope: RopeConfig, named: Named, position, sequence) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), float32 [T, dim / 2]; position int32 [T] or [T, 3], sequence int32 [T] for the bases of dynamic RoPE."""
+    """(cos, sin), float32 [T, dim / 2]; position int32 [T] or [T, 3]; sequence int32 [T], for bases of dynamic RoPE."""
     if "rope_turns" in named:
         turns = named["rope_turns"][:, 0], named["rope_turns"][:, 1]
     else:

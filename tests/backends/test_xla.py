@@ -1,5 +1,5 @@
-"""What the conformance suite does not look at in the jnp implementation: codec bytes by the million under jit, the phase
-error of RoPE, positions that overflow 32 bits, pools updated in place, and sequences in groups."""
+"""What the conformance suite does not look at in the jnp implementation: codec bytes by the million under jit, the
+phase error of RoPE, positions that overflow 32 bits, pools updated in place, and sequences in groups."""
 
 import functools
 import re
