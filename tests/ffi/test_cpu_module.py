@@ -84,5 +84,5 @@ for tokens in (2, 64):
 
 def test_memory_is_flat_in_the_context():
     """8 MB for 65 times the context; a copy of the keys alone would be 256 MB."""
-    result = subprocess.run([sys.executable, "-c", MEMORY_PROBE], check=False, capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-P", "-c", MEMORY_PROBE], check=False, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
