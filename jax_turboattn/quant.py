@@ -92,6 +92,9 @@ def encode(x: jax.Array, kv_dtype: str, fp8_scale: jax.Array | None = None) -> t
         finite = jnp.all(jnp.isfinite(values), axis=-1, keepdims=True)
         values = jnp.where(finite, values, 0.0)
         zero = jnp.min(values, axis=-1, keepdims=True)  # already a value of E
+        # Which of +0 and -0 is the minimum depends on the order: +0 is stored. By bits, since == may flush subnormals.
+        negative_zero = lax.bitcast_convert_type(zero, jnp.uint32) == np.uint32(1 << 31)
+        zero = jnp.where(negative_zero, 0.0, zero)
         spread = jnp.max(values, axis=-1, keepdims=True) - zero
         scale = round_to(spread * np.float32(1 / top), dtype)
         codes = jnp.round((values - zero) / _divisor(scale, values))

@@ -371,6 +371,19 @@ class Conformance:
         tolerances.within("out of the fused step", out, np.asarray(apart[0]), ulp)
         tolerances.within("lse of the fused step", lse, np.asarray(apart[1]), np.full(lse.shape, 1e-5))
 
+    @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+    def test_minimum_of_both_zeros(self, kv_dtype):
+        """A row whose minimum is both +0 and -0 has +0 as its zero point, in whatever order it is read."""
+        rows = np.abs(np.random.default_rng(0).normal(size=(64, 1, 64))).astype(jnp.bfloat16)
+        for i, row in enumerate(rows[:, 0]):
+            row[i], row[(7 * i + 5) % 64] = 0.0, -0.0
+        cache = jax_turboattn.PagedKVCache.create(1, 1, 64, dtype=kv_dtype)
+        one = (np.zeros((1, 1), np.int32), np.array([64], np.int32), np.array([0, 64], np.int32))
+        written = jax_turboattn.append_kv(cache, rows, rows, *one, implementation=self.implementation)
+        wanted = golden.append_kv(to_numpy(cache), rows, rows, *one)
+        for got, want in zip(leaves(to_numpy(written)), leaves(wanted), strict=True):
+            tolerances.same_bytes("a minimum of both zeros", got, want)
+
     def test_random_draws(self):
         """Random ragged batches, windows, data and poison through the executables that the cases compiled."""
         specs = [s for s in cases.SPECS if not self.refuses(s) and s.op != "merge_partials" and s.op != "copy_pages"]

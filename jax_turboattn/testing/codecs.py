@@ -48,6 +48,7 @@ def encode_int(x: Array, kv_dtype: str) -> tuple[Array, Array]:
     values = np.where(finite, values, np.float32(0))
     with np.errstate(all="ignore"):
         zero = values.min(-1, keepdims=True).astype(dtype)
+        zero = np.where(zero == 0, np.zeros_like(zero), zero)  # which of +0 and -0 is the minimum depends on the order
         spread: Array = values.max(-1, keepdims=True) - values.min(-1, keepdims=True)
         scale = (spread * np.float32(1.0 / float(top))).astype(dtype)
         if dtype != np.float16:

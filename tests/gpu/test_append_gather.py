@@ -86,6 +86,8 @@ def make(case: Case, dtype, kv_dtype: str, seed: int = 0):
     value = (rng.normal(size=(case.tokens, case.kv_heads, case.value_dim)) * scale + 1).astype(dtype)
     if case.tokens > 8:
         key[3, 0] = 0.5  # a constant row
+        key[4, 0] = np.abs(key[4, 0])  # a minimum of both zeros
+        key[4, 0, ::3], key[4, 0, 1::3] = 0.0, -0.0
         value[5, -1, 2] = np.nan
         key[7, 0, 1] = np.inf
     if case.shared_value:

@@ -30,7 +30,7 @@ TA_HD RowScale MakeRowScale(float min, float max, bool all_finite) {
   // bf16 and float32 scales below 2^-126 would be subnormal floats, which XLA's CPU and GPU code may flush: store 0 so
   // that all agree. fp16 subnormals are normal float32 values and stay.
   if (scale < 0x1p-126f) scale = 0.f;
-  return {scale, min};
+  return {scale, min == 0.f ? 0.f : min};  // a minimum over +0 and -0 depends on the order: both are stored as +0
 }
 
 template <int kBits>
