@@ -12,11 +12,13 @@ multiplied by zero: a NaN in a row that sees nothing, or in another sequence, re
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
 
 from ..backends import xla
 from ..spec import AttnSpec
@@ -29,7 +31,28 @@ DIFFERENTIABLE = ("query", "key", "value", "bias", "alibi_slopes", "sinks")
 _dot = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def alike(operands: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def differentiable(primitive: Primitive) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """(spec, *operands) -> (out, lse) of an attention primitive, with gradients in its floating operands."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+    def bind(spec, *operands):
+        out, lse = primitive.bind(*operands, spec=spec)
+        return out, lse
+
+    def forward(spec, *operands):
+        out, lse = bind(spec, *operands)
+        return (out, lse), (operands, out, lse)
+
+    def transpose(spec, residuals, cotangents):
+        operands, out, lse = residuals
+        grads = backward(spec, dict(zip(spec.operands, operands)), out, lse, *cotangents)
+        return tuple(grads.get(name) for name in spec.operands)
+
+    bind.defvjp(forward, transpose)
+    return lambda spec, *operands: bind(spec, *_alike(operands))
+
+
+def _alike(operands: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """The operands, all varying over the mesh axes that any of them varies over under shard_map.
 
     Applied above a custom_vjp: its cotangents then vary alike, and that of an operand that was the same on every device

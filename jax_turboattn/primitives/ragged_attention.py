@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
-import jax
-
-from ..spec import AttnSpec
 from . import attention_vjp
 from .common import Definition, define
 
@@ -36,27 +31,4 @@ ragged_attention_p = define(
     )
 )
 
-
-def ragged_attention(spec: AttnSpec, *operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(out [T, H, Dv], lse float32 [T, H]); differentiable in its floating operands."""
-    return _ragged_attention(spec, *attention_vjp.alike(operands))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ragged_attention(spec, *operands):
-    out, lse = ragged_attention_p.bind(*operands, spec=spec)
-    return out, lse
-
-
-def _forward(spec, *operands):
-    out, lse = _ragged_attention(spec, *operands)
-    return (out, lse), (operands, out, lse)
-
-
-def _backward(spec, residuals, cotangents):
-    operands, out, lse = residuals
-    grads = attention_vjp.backward(spec, dict(zip(spec.operands, operands)), out, lse, *cotangents)
-    return tuple(grads.get(name) for name in spec.operands)
-
-
-_ragged_attention.defvjp(_forward, _backward)
+ragged_attention = attention_vjp.differentiable(ragged_attention_p)
