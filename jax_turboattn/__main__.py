@@ -37,7 +37,10 @@ def main(argv: list[str] | None = None) -> int:
         args = parser.parse_args(argv)
         return module.run(args)
     except (ImportError, NotImplementedError, OSError, TypeError, ValueError) as error:
-        print(f"{parser.prog} {argv[0]}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        hint = ""
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in ("flax", "safetensors"):
+            hint = "; pip install 'jax_turboattn[models]' brings it"
+        print(f"{parser.prog} {argv[0]}: error: {' '.join(str(error).split())}{hint}", file=sys.stderr)
         return 2
 
 

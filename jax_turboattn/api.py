@@ -62,16 +62,15 @@ def _bind(function: str, primitive, spec, operands: dict[str, Any]):
 
 
 def _query_dtype(function: str, name: str, query) -> jnp.dtype:
-    dtype = jnp.dtype(query.dtype)
-    if dtype.name not in QUERY_DTYPES:
-        raise checks.type_error(function, name, f"have one of the dtypes {', '.join(QUERY_DTYPES)}", dtype.name)
-    return dtype
+    if str(query.dtype) not in QUERY_DTYPES:
+        raise checks.type_error(function, name, f"have one of the dtypes {', '.join(QUERY_DTYPES)}", query.dtype)
+    return jnp.dtype(query.dtype)
 
 
 def _out_dtype(function: str, out_dtype: Any, dtype: jnp.dtype) -> str:
     if out_dtype is None:
         return dtype.name
-    name = jnp.dtype(out_dtype).name
+    name = checks.dtype_of(function, "out_dtype", out_dtype).name
     checks.one_of(function, "out_dtype", name, tuple(dict.fromkeys((dtype.name, "float32"))))
     return name
 
@@ -87,7 +86,7 @@ def _window(function: str, window: Window, batch: int) -> jax.Array | None:
         if len(window) != 2:
             raise checks.value_error(function, name, "be an int or a pair (left, right)", window)
         sides = [-1 if side is None else side for side in window]
-        if all(isinstance(side, (int, np.integer)) for side in sides):
+        if all(isinstance(side, (int, np.integer)) and not isinstance(side, bool) for side in sides):
             if min(sides) < -1:
                 raise checks.value_error(function, name, "have sides >= 0, or -1 or None for unbounded", tuple(window))
             if max(sides) > 2**31 - 1:
@@ -111,6 +110,9 @@ def _attention_statics(function, head_dim, *, scale, is_causal, logits_soft_cap)
         logits_soft_cap = checks.static_float(function, "logits_soft_cap", logits_soft_cap)
         if logits_soft_cap <= 0:
             raise checks.value_error(function, "logits_soft_cap", "be > 0, or None for no cap", logits_soft_cap)
+        # x / cap and its inverse must be normal float32 numbers: XLA flushes the others to zero.
+        if not 2.0**-100 <= logits_soft_cap <= 2.0**100:
+            raise checks.value_error(function, "logits_soft_cap", "be from 2**-100 to 2**100", logits_soft_cap)
     is_causal = checks.static_bool(function, "is_causal", is_causal)
     return dict(scale=scale, is_causal=is_causal, logits_soft_cap=logits_soft_cap)
 
@@ -127,8 +129,8 @@ def _ranges(offsets: jax.Array) -> jax.Array:
     return jnp.stack([offsets[:-1], offsets[1:]], axis=-1)
 
 
-def _with_residual(out, lse, return_residual):
-    return (out, lse) if return_residual else out
+def _with_residual(function, out, lse, return_residual):
+    return (out, lse) if checks.static_bool(function, "return_residual", return_residual) else out
 
 
 # --- dense and packed attention ------------------------------------------------------------------------------------
@@ -189,6 +191,7 @@ def attention(
     for n, x in (("key", key), ("value", value)):
         checks.same_dtype(name, n, x, dtype, "query")
     dims.divides("K", "H")
+    dims.positive("D")
     B, T, S = dims["B"], dims["T"], dims["S"]
 
     statics = _attention_statics(name, dims["D"], scale=scale, is_causal=is_causal, logits_soft_cap=logits_soft_cap)
@@ -199,7 +202,7 @@ def attention(
             hint = f"pass 0 to align the first tokens, or S - T = {S - T} to align the last"
             raise checks.value_error(name, "query_offset", rule, f"None with T = {T}, S = {S}", hint)
     elif isinstance(query_offset, (int, np.integer)) and not isinstance(query_offset, bool):
-        query_offset = jnp.full((B,), query_offset, jnp.int32)
+        query_offset = jnp.full((B,), checks.fits_int32(name, "query_offset", query_offset), jnp.int32)
     else:
         query_offset = dims.index("query_offset", query_offset, "B")
     segments_q = segments_kv = None
@@ -270,7 +273,7 @@ def attention(
     out, lse = _bind(name, primitives.attention, spec, operands)
     if unbatched:
         out, lse = out[0], lse[0]
-    return _with_residual(out, lse, return_residual)
+    return _with_residual(name, out, lse, return_residual)
 
 
 def ragged_attention(
@@ -317,6 +320,7 @@ def ragged_attention(
     for n, x in (("key", key), ("value", value)):
         checks.same_dtype(name, n, x, dtype, "query")
     dims.divides("K", "H")
+    dims.positive("D")
     q_offsets = dims.index("q_offsets", q_offsets, "B+1")
     kv_offsets = dims.index("kv_offsets", kv_offsets, "B+1")
     _require_offsets(name, "q_offsets", dims)
@@ -347,7 +351,7 @@ def ragged_attention(
         **_attention_statics(name, dims["D"], scale=scale, is_causal=is_causal, logits_soft_cap=logits_soft_cap),
     )
     out, lse = _bind(name, primitives.ragged_attention, spec, operands)
-    return _with_residual(out, lse, return_residual)
+    return _with_residual(name, out, lse, return_residual)
 
 
 def _require_offsets(function: str, name: str, dims: checks.Dims) -> None:
@@ -366,7 +370,7 @@ def _with_arrays(cache: PagedKVCache, written: dict[str, jax.Array]) -> PagedKVC
 def _int32_scalar(function: str, name: str, x: Any) -> jax.Array:
     """A traced or Python int32 scalar."""
     if isinstance(x, (int, np.integer)) and not isinstance(x, (bool, np.bool_)):
-        x = np.int32(x)
+        x = np.int32(checks.fits_int32(function, name, x))
     return checks.Dims(function).index(name, x, "")
 
 
@@ -378,9 +382,9 @@ def _layer(function: str, layer: Any, batch: int) -> jax.Array:
 
 def _context_parallel(function: str, cp_rank: Any, cp_size: Any, batch: int, sinks: Any):
     """(cp_rank int32 [B] or None, cp_size)."""
-    cp_size = checks.static_int(function, "cp_size", cp_size, 1)
-    if cp_size == 1:
-        if not (isinstance(cp_rank, (int, np.integer)) and cp_rank == 0):
+    cp_size = checks.fits_int32(function, "cp_size", checks.static_int(function, "cp_size", cp_size, 1))
+    if cp_size == 1:  # a traced rank comes from the axis_index of a mesh axis of size 1, and is 0
+        if isinstance(cp_rank, (int, np.integer)) and cp_rank != 0:
             raise checks.value_error(function, "cp_rank", "be 0 when cp_size is 1", cp_rank)
         return None, 1
     if sinks is not None:
@@ -400,9 +404,12 @@ def _tables(dims: checks.Dims, page_table, kv_lens, q_offsets=None):
     return page_table, kv_lens, dims.index("q_offsets", q_offsets, "B+1")
 
 
-def _shared_prefix(function: str, shared_prefix: Any):
+def _shared_prefix(function: str, shared_prefix: Any, cp_size: int):
     if shared_prefix is None:
         return None, None
+    if cp_size > 1:  # every rank would count the whole prefix, and no merge could take it back
+        hint = "attend to the prefix in a call of its own and merge_partials"
+        raise checks.value_error(function, "shared_prefix", f"be None with cp_size = {cp_size}", "a prefix", hint)
     if not (isinstance(shared_prefix, (tuple, list)) and len(shared_prefix) == 2):
         raise checks.type_error(function, "shared_prefix", "be a pair (page_ids int32[n], length)", type(shared_prefix).__name__)
     pages, length = shared_prefix
@@ -410,7 +417,7 @@ def _shared_prefix(function: str, shared_prefix: Any):
     return pages, _int32_scalar(function, "shared_prefix[1]", length).reshape(1)
 
 
-def _tree_mask(function: str, dims: checks.Dims, tree_mask: Any, is_causal: bool):
+def _tree_mask(function: str, rows: int, tree_mask: Any, is_causal: bool):
     if tree_mask is None:
         return None
     if not is_causal:
@@ -418,7 +425,9 @@ def _tree_mask(function: str, dims: checks.Dims, tree_mask: Any, is_causal: bool
     tree_mask = checks.as_array(function, "tree_mask", tree_mask)
     if tree_mask.dtype != jnp.bool_:
         raise checks.type_error(function, "tree_mask", "have dtype bool", tree_mask.dtype)
-    dims.check("tree_mask", tree_mask, "T Q")
+    tokens = checks.Dims(function)
+    tokens.bind("tokens", rows, "the query: one row a new token")
+    tokens.check("tree_mask", tree_mask, "tokens Q")
     return jnp.asarray(tree_mask)
 
 
@@ -488,7 +497,7 @@ def _paged_call(
     page_table, kv_lens, q_offsets = _tables(dims, page_table, kv_lens, q_offsets)
     B = dims["B"]
     cp_rank, cp_size = _context_parallel(name, cp_rank, cp_size, B, sinks)
-    prefix_pages, prefix_len = _shared_prefix(name, shared_prefix)
+    prefix_pages, prefix_len = _shared_prefix(name, shared_prefix, cp_size)
     operands = _present(
         dict(
             query=query,
@@ -501,7 +510,7 @@ def _paged_call(
             window=_window(name, local_window_size, B),
             sinks=_heads_vector(dims, "sinks", sinks),
             alibi_slopes=_heads_vector(dims, "alibi_slopes", alibi_slopes),
-            tree_mask=_tree_mask(name, dims, tree_mask, is_causal),
+            tree_mask=_tree_mask(name, math.prod(query.shape[:-2]), tree_mask, is_causal),
             prefix_pages=prefix_pages,
             prefix_len=prefix_len,
         )
@@ -568,7 +577,7 @@ def paged_attention(
       batch_invariant: the bits of a sequence's rows do not depend on the rest of the batch or on padded sizes.
       cp_rank, cp_size: context parallelism: token s lives on rank s % cp_size at local index s // cp_size; page_table is
         the rank's own, lengths are global. Take partial results with out_dtype=float32 and return_residual=True.
-      shared_prefix: (page_ids int32 [n], length): keys common to all sequences, before their own.
+      shared_prefix: (page_ids int32 [n], length): keys common to all sequences, before their own. Not with cp_size > 1.
       tree_mask: bool [T, Q]: row r sees its sequence's new token j iff `tree_mask[r, j]`, and all tokens before those.
       Others: see the module.
     Returns:
@@ -602,7 +611,7 @@ def paged_attention(
     )
     _check_plan(name, plan, spec)
     out, lse = _bind(name, primitives.paged_attention_p, spec, operands)
-    return _with_residual(out, lse, return_residual)
+    return _with_residual(name, out, lse, return_residual)
 
 
 def paged_decode(
@@ -632,7 +641,7 @@ def paged_decode(
 
     Args:
       query: [B, H, D], or [B, Q, H, D] for Q new tokens a sequence (the last Q of its kv_len).
-      tree_mask: bool [B * Q, Q].
+      tree_mask: bool, one row a new token: [B * Q, any], row `b * Q + i`.
       Others: as in `paged_attention`.
     Returns:
       query's shape with Dv, with `return_residual` also float32 without the last axis.
@@ -668,7 +677,7 @@ def paged_decode(
     out, lse = _bind(name, primitives.paged_attention_p, spec, operands)
     if single:
         out, lse = out[:, 0], lse[:, 0]
-    return _with_residual(out, lse, return_residual)
+    return _with_residual(name, out, lse, return_residual)
 
 
 def _decode_query(function: str, query: Any) -> jax.Array:
@@ -903,9 +912,9 @@ def paged_attention_step(
     page_table, kv_lens, q_offsets = _tables(dims, page_table, kv_lens, q_offsets)
     B = dims["B"]
     cp_rank, cp_size = _context_parallel(name, cp_rank, cp_size, B, sinks)
-    prefix_pages, prefix_len = _shared_prefix(name, shared_prefix)
+    prefix_pages, prefix_len = _shared_prefix(name, shared_prefix, cp_size)
     if logn is not None:
-        logn = checks.static_int(name, "logn", logn, 2)
+        logn = checks.fits_int32(name, "logn", checks.static_int(name, "logn", logn, 2))
     elif logn_zero_based:
         raise checks.value_error(name, "logn_zero_based", "come with logn", "logn=None")
     parts = _append_parts(
@@ -940,7 +949,7 @@ def paged_attention_step(
             window=_window(name, local_window_size, B),
             sinks=_heads_vector(dims, "sinks", sinks),
             alibi_slopes=_heads_vector(dims, "alibi_slopes", alibi_slopes),
-            tree_mask=_tree_mask(name, dims, tree_mask, is_causal),
+            tree_mask=_tree_mask(name, query.shape[0], tree_mask, is_causal),
             prefix_pages=prefix_pages,
             prefix_len=prefix_len,
         )
@@ -987,7 +996,7 @@ def paged_attention_step(
     )
     _check_plan(name, plan, attn)
     *written, out, lse = _bind(name, primitives.paged_attention_step_p, spec, operands)
-    return _with_residual(out, lse, return_residual), _with_arrays(cache, dict(zip(written_caches(spec), written)))
+    return _with_residual(name, out, lse, return_residual), _with_arrays(cache, dict(zip(written_caches(spec), written)))
 
 
 # --- pages in and out ----------------------------------------------------------------------------------------------
@@ -1013,12 +1022,13 @@ def gather_kv(
     name = "gather_kv"
     check_cache(name, cache, None, layer)
     if cache.dtype == "float8_e4m3fn":
-        dtype = jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype)
+        dtype = checks.dtype_of(name, "out_dtype", jnp.bfloat16 if out_dtype is None else out_dtype)
         checks.one_of(name, "out_dtype", dtype.name, QUERY_DTYPES)
     else:
         dtype = jnp.dtype(cache.key.dtype if cache.key_params is None else cache.key_params.dtype)
-        if out_dtype is not None and jnp.dtype(out_dtype) != dtype:
-            raise checks.value_error(name, "out_dtype", f"be {dtype.name} for this cache", jnp.dtype(out_dtype).name)
+        asked = dtype if out_dtype is None else checks.dtype_of(name, "out_dtype", out_dtype)
+        if asked != dtype:
+            raise checks.value_error(name, "out_dtype", f"be {dtype.name} for this cache", asked.name)
     dims = checks.Dims(name)
     page_table, kv_lens, _ = _tables(dims, page_table, kv_lens)
     operands = dict(
@@ -1040,7 +1050,14 @@ def gather_kv(
     return key, value
 
 
-def copy_pages(cache: PagedKVCache, source: jax.Array, destination: jax.Array, *, layer: Any = None) -> PagedKVCache:
+def copy_pages(
+    cache: PagedKVCache,
+    source: jax.Array,
+    destination: jax.Array,
+    *,
+    layer: Any = None,
+    implementation: str | None = None,
+) -> PagedKVCache:
     """Copies pages `source[i]` to `destination[i]` inside the pool, in place: the copy of copy-on-write.
 
     All sources are read before any destination is written. A pair with an id outside 0 .. N-1 is dropped; when a
@@ -1074,7 +1091,7 @@ def copy_pages(cache: PagedKVCache, source: jax.Array, destination: jax.Array, *
         kv_dtype=cache.dtype,
         num_kv_heads=cache.num_kv_heads,
         stacked=cache.stacked,
-        implementation=_implementation(name, None),
+        implementation=_implementation(name, implementation),
     )
     written = _bind(name, primitives.copy_pages_p, spec, operands)
     return _with_arrays(cache, dict(zip(written_caches(spec), written)))
@@ -1118,7 +1135,7 @@ def merge_partials(
         raise checks.type_error(name, "lses", "have dtype float32", lses.dtype)
     if lses.shape != outs.shape[:-1]:
         raise checks.value_error(name, "lses", f"have outs' shape without Dv, {outs.shape[:-1]}", tuple(lses.shape))
-    out_name = dtype.name if out_dtype is None else jnp.dtype(out_dtype).name
+    out_name = dtype.name if out_dtype is None else checks.dtype_of(name, "out_dtype", out_dtype).name
     checks.one_of(name, "out_dtype", out_name, QUERY_DTYPES)
     R, *rows, H, Dv = outs.shape
     dims = checks.Dims(name)

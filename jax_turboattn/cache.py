@@ -77,7 +77,7 @@ class PagedKVCache:
         if shared_value and value_dim > head_dim:
             raise checks.value_error(name, "value_dim", f"be <= head_dim = {head_dim} with shared_value", value_dim)
         layers = () if num_layers is None else (checks.static_int(name, "num_layers", num_layers, 1),)
-        param_dtype = jnp.dtype(param_dtype)
+        param_dtype = checks.dtype_of(name, "param_dtype", param_dtype)
         checks.one_of(name, "param_dtype", param_dtype.name, QUERY_DTYPES)
 
         def data(dim, what):
@@ -152,6 +152,8 @@ class PagedKVCache:
         Raises:
           ValueError: K is not a multiple of the axis size.
         """
+        if heads is not None:
+            checks.one_of("PagedKVCache.with_sharding", "heads", heads, tuple(mesh.shape))
         if heads is not None and self.num_kv_heads % mesh.shape[heads]:
             rule = f"have a size that divides the {self.num_kv_heads} kv heads"
             raise checks.value_error("PagedKVCache.with_sharding", "heads", rule, f"{heads!r} of {mesh.shape[heads]}")
@@ -201,6 +203,8 @@ def check_cache(function: str, cache: Any, dtype: Any, layer: Any) -> None:
     """Raises unless `cache` is consistent, fits queries of `dtype`, and `layer` is given exactly when it is stacked."""
     if not isinstance(cache, PagedKVCache):
         raise checks.type_error(function, "cache", "be a PagedKVCache", type(cache).__name__)
+    if not hasattr(cache.key, "ndim"):
+        raise checks.type_error(function, "cache.key", "be an array", type(cache.key).__name__)
     if cache.key.ndim not in (4, 5):
         raise checks.value_error(function, "cache.key", "have 4 axes (N, K, P, D), or 5 with layers", cache.key.shape)
     check_page_size(function, cache.page_size)
@@ -221,6 +225,14 @@ def check_cache(function: str, cache: Any, dtype: Any, layer: Any) -> None:
         scale_dtype = dtype if cache.dtype in INTEGER_KV_DTYPES else None
     if cache.dtype == "float8_e4m3fn":
         scale_dtype = jnp.dtype(jnp.float32)
+    checks.one_of(function, "cache.dtype", cache.dtype, tuple(KV_DTYPES))
+    checks.static_int(function, "cache.value_dim", cache.value_dim, 1)
+    if cache.shared_value:
+        if cache.value is not None:
+            raise checks.value_error(function, "cache.value", "be None with shared_value", "an array")
+        if cache.value_dim > cache.head_dim:
+            rule = f"be <= head_dim = {cache.head_dim} with shared_value"
+            raise checks.value_error(function, "cache.value_dim", rule, cache.value_dim)
     value_columns = cache.value_dim // (2 if cache.dtype == "int4" else 1)
     for name, array in (("key", cache.key), ("value", cache.value)):
         if array is None:

@@ -88,6 +88,11 @@ class Dims:
         self.check(argument, x, axes)
         return jnp.asarray(x) if dtype is None else jnp.asarray(x).astype(dtype)
 
+    def positive(self, axis: str) -> None:
+        """Raises ValueError unless size(axis) >= 1."""
+        if self[axis] < 1:
+            raise value_error(self.function, axis, "be >= 1", f"{self[axis]} ({self.sources[axis]})")
+
     def divides(self, small: str, large: str) -> None:
         """Raises ValueError unless size(small) divides size(large)."""
         if self[small] == 0 or self[large] % self[small]:
@@ -121,10 +126,31 @@ def static_float(function: str, argument: str, value: Any) -> float:
     if isinstance(value, (bool, jax.core.Tracer)) or not isinstance(value, (int, float, np.number)):
         if not (isinstance(value, jax.Array) and value.ndim == 0 and not isinstance(value, jax.core.Tracer)):
             raise type_error(function, argument, "be a Python number (it is static)", type(value).__name__)
-    value = float(value)
-    if not np.isfinite(value):
-        raise value_error(function, argument, "be finite", value)
-    return value
+    if isinstance(value, (complex, np.complexfloating)):
+        raise type_error(function, argument, "be a real number", value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond float64
+        number = np.inf
+    # Kernels compute in float32: what overflows there is not finite.
+    if not abs(number) <= float(np.finfo(np.float32).max):
+        raise value_error(function, argument, "be finite in float32", value)
+    return number
+
+
+def fits_int32(function: str, argument: str, value: int) -> int:
+    """`value`, a Python integer, unless a silent wrap would make another number of it."""
+    if not -(2**31) <= value < 2**31:
+        raise value_error(function, argument, "fit int32", value)
+    return int(value)
+
+
+def dtype_of(function: str, argument: str, dtype: Any) -> np.dtype:
+    """`dtype` as numpy's; TypeError for what is none."""
+    try:
+        return jnp.dtype(dtype)
+    except TypeError:
+        raise type_error(function, argument, "be a dtype", repr(dtype)) from None
 
 
 def static_bool(function: str, argument: str, value: Any) -> bool:

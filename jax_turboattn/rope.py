@@ -13,8 +13,23 @@ from typing import Any
 
 import numpy as np
 
+from . import checks
+
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 PAIRINGS = ("half", "interleaved")
+# Fields that only some kinds read: given for another kind they would have no effect, and are refused.
+_READ_BY = {
+    "factor": ("linear", "dynamic", "yarn", "llama3", "longrope"),
+    "original_max_position": ("dynamic", "yarn", "llama3", "longrope"),
+    "low_freq_factor": ("llama3",),
+    "high_freq_factor": ("llama3",),
+    "beta_fast": ("yarn",),
+    "beta_slow": ("yarn",),
+    "truncate": ("yarn",),
+    "short_factor": ("longrope",),
+    "long_factor": ("longrope",),
+    "long": ("longrope",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +95,14 @@ class RopeConfig:
             fail("kind", f"be one of {', '.join(KINDS)}")
         if self.pairing not in PAIRINGS:
             fail("pairing", f"be one of {', '.join(PAIRINGS)}")
+        for field in ("dim", "offset"):
+            checks.static_int("RopeConfig", field, getattr(self, field), 0)
+        for field in ("base", "factor"):
+            checks.static_float("RopeConfig", field, getattr(self, field))
+        for field in dataclasses.fields(self):
+            readers = _READ_BY.get(field.name, KINDS)
+            if self.kind not in readers and getattr(self, field.name) != field.default:
+                fail(field.name, f"be left at {field.default!r} for kind={self.kind!r}", f"; {', '.join(readers)} read it")
         if self.dim <= 0 or self.dim % 8:
             fail("dim", "be a positive multiple of 8")
         if self.offset < 0 or self.offset % 8:
@@ -104,7 +127,9 @@ class RopeConfig:
             if getattr(self, field) is None or len(getattr(self, field)) != self.dim // 2:
                 fail(field, f"hold dim / 2 = {self.dim // 2} numbers")
         if self.sections is not None:
-            if len(self.sections) != 3 or min(self.sections) < 0 or sum(self.sections) != self.dim // 2:
+            for count in self.sections:
+                checks.static_int("RopeConfig", "sections", count, 0)
+            if len(self.sections) != 3 or sum(self.sections) != self.dim // 2:
                 fail("sections", f"be three counts of pairs that sum to dim / 2 = {self.dim // 2}")
         elif self.sections_interleaved:
             fail("sections_interleaved", "be False without sections")

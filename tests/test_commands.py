@@ -46,7 +46,8 @@ def test_kernels_lists_the_registry(capsys):
     "function", ["paged_attention", "paged_decode", "paged_attention_step", "append_kv", "gather_kv", "attention", "ragged_attention"]
 )
 def test_explain(capsys, function):
-    status, printed = run(capsys, "explain", function, "--kv-dtype", "int8", "--platform", "cpu")
+    options = [] if function in ("attention", "ragged_attention") else ["--kv-dtype", "int8"]
+    status, printed = run(capsys, "explain", function, *options, "--platform", "cpu")
     assert status == 0
     chosen = [line for line in printed.out.splitlines() if "<- chosen" in line]
     assert len(chosen) == 1 and chosen[0].split()[1] == "cpu"
@@ -66,6 +67,9 @@ def test_explain_gives_the_reason_of_each_refusal(capsys):
     [
         (["explain", "paged_decode", "--heads", "7"], "H must be a multiple of K, got H = 7"),
         (["explain", "paged_decode", "--page-size", "48"], "page_size must be a power of two from 8 to 256, got 48"),
+        (["explain", "gather_kv", "--window", "5"], "--window must come with a function that reads it, got gather_kv"),
+        (["explain", "attention", "--kv-dtype", "int8"], "--kv-dtype must come with a function that reads it"),
+        (["explain", "paged_decode", "--value-dim", "0"], "value_dim must be >= 1, got 0"),
         (["explain", "paged_decode", "--implementation", "tpu"], "implementation must be one of"),
         (["explain", "paged_decode", "--implementation", "pallas"], "implementation='pallas' has no kernel for this call"),
     ],

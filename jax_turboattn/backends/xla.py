@@ -226,6 +226,7 @@ def _finish(partial: Partial, sinks: jax.Array | None) -> tuple[jax.Array, jax.A
         sums, top, total = sums * weight[..., None], lifted, total * weight + jnp.exp(sinks - origin)
     out = jnp.where(empty[..., None], 0.0, sums / jnp.where(empty, 1.0, total)[..., None])
     lse = jnp.where(top == -jnp.inf, 0.0, top) + jnp.log(total)
+    lse = jnp.where(empty, -jnp.inf if sinks is None else sinks, lse)  # whatever the sink is: an infinite one too
     batch, kv_heads, group, count = lse.shape
     out = out.transpose(0, 3, 1, 2, 4).reshape(batch, count, kv_heads * group, out.shape[-1])
     return out, lse.transpose(0, 3, 1, 2).reshape(batch, count, kv_heads * group)
@@ -379,7 +380,7 @@ class _Keys(NamedTuple):
     layer: jax.Array  # [B]
     table: jax.Array  # [B, M]
     position: jax.Array  # [B, M*P], of a sequence's own coordinate: its first own token is 0, a shared prefix negative
-    exists: jax.Array  # [B, M*P] bool: neither past the prefix nor (by a wild cp_rank) before the first token
+    exists: jax.Array  # [B, M*P] bool: not past the prefix, and of a context-parallel rank that exists
     end: jax.Array  # [B] own keys s < end exist
 
 
@@ -394,10 +395,11 @@ def _keys(spec: AttnSpec, named: Named, pages_multiple: int = 1) -> _Keys:
 
     table = padded(named["page_table"])
     position = jnp.arange(table.shape[1] * page_size, dtype=jnp.int32)[None] * spec.cp_size
-    if "cp_rank" in named:
-        position = position + named["cp_rank"][:, None]
-    position = jnp.broadcast_to(position, (batch, position.shape[1]))
-    exists = position >= 0
+    exists = jnp.ones((batch, position.shape[1]), bool)
+    if "cp_rank" in named:  # a rank that does not exist holds no token
+        rank = named["cp_rank"][:, None]
+        position, exists = position + rank, exists & (rank >= 0) & (rank < spec.cp_size)
+    position = jnp.broadcast_to(position, exists.shape)
     if "prefix_pages" in named:
         prefix = padded(named["prefix_pages"][None])
         length = jnp.clip(named["prefix_len"][0], 0, named["prefix_pages"].shape[0] * page_size)

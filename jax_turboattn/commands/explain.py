@@ -30,12 +30,30 @@ def add_arguments(parser) -> None:
     parser.add_argument("--alibi", action="store_true")
     parser.add_argument("--mla", action="store_true", help="shared_value cache: V is the first Dv columns of K")
     parser.add_argument("--implementation", help="force one")
-    parser.add_argument("--platform", help="cpu or cuda (default: this host's)")
+    parser.add_argument("--platform", choices=("cpu", "cuda", "tpu"), help="default: this host's")
+
+
+def _refuse_what_has_no_effect(args) -> None:
+    paged = args.function not in ("attention", "ragged_attention")
+    attends = args.function not in ("append_kv", "gather_kv")
+    given = {
+        "--window": args.window is not None and not attends,
+        "--soft-cap": args.soft_cap is not None and not attends,
+        "--sinks": args.sinks and not attends,
+        "--alibi": args.alibi and not attends,
+        "--kv-dtype": args.kv_dtype is not None and not paged,
+        "--page-size": args.page_size != 64 and not paged,
+        "--mla": args.mla and not paged,
+    }
+    for option, useless in given.items():
+        if useless:
+            raise ValueError(f"{option} must come with a function that reads it, got {args.function}")
 
 
 def run(args) -> int:
     array = jax.ShapeDtypeStruct
-    value_dim = args.value_dim or args.head_dim
+    value_dim = args.head_dim if args.value_dim is None else args.value_dim
+    _refuse_what_has_no_effect(args)
     B, T, S, M = 4, 8, 8, 4  # a kernel's choice does not depend on them
     query = array((T, args.heads, args.head_dim), args.dtype)
     key = array((T, args.kv_heads, args.head_dim), args.dtype)

@@ -16,5 +16,5 @@ def run(args) -> int:
         print("no extension module is loaded; `python -m jax_turboattn env` says why")
         return 0
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    print_table(columns, [[row.get(name, "") for name in columns] for row in rows])
+    print_table(columns, [["any" if row.get(name) is None else row[name] for name in columns] for row in rows])
     return 0

@@ -228,6 +228,10 @@ def _batch(definition: Definition, primitive: Primitive, args, dims, *, spec):
     """Folds the mapped axis into the batch: one call with more sequences. Shared operands that are mapped cost a loop."""
     count = next(a.shape[d] for a, d in zip(args, dims) if d is not None)
     mapped = {name: (a, d) for name, a, d in zip(spec.operands, args, dims)}
+    if count == 0:
+        shapes = [jax.ShapeDtypeStruct(tuple(_unmapped_shape(a, d)), a.dtype) for a, d in zip(args, dims)]
+        outs = jax.eval_shape(lambda *xs: primitive.bind(*xs, spec=spec), *shapes)
+        return [jnp.zeros((0, *o.shape), o.dtype) for o in outs], [0] * len(outs)
 
     def spread(name):
         a, d = mapped[name]

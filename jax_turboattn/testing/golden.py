@@ -329,7 +329,7 @@ def _read(
     one = _layer(cache, layer)
     num_pages, kv_heads, page_size = cache.key.shape[-4:-1]
     mapped = (table >= 0) & (table < num_pages) & (one is not None)
-    columns = np.flatnonzero(mapped)
+    columns = np.flatnonzero(mapped & (0 <= int(cp_rank) < cp_size))  # a rank that does not exist holds no token
     s = ((columns[:, None] * page_size + np.arange(page_size)) * cp_size + int(cp_rank)).reshape(-1)
     k, v = decode(cache, 0 if one is None else layer, table[columns], dtype)
     inside = s < min(max(kv_len, 0), len(table) * page_size * cp_size)

@@ -424,8 +424,10 @@ void FinishUnit(const Problem& problem, const Unit& unit, const Partial& total) 
     const int64_t token = sequence.first_token + (unit.first_row + r) / problem.group();
     const int64_t head = unit.head * problem.group() + (unit.first_row + r) % problem.group();
     SoftmaxState state = {total.max[r], total.sum[r]};
-    const float weight = problem.score.sinks != nullptr ? AddSink(&state, problem.score.sinks[head]) : 1.f;
-    const float factor = weight * InverseSum(state);
+    const bool empty = state.sum == 0.f;  // no visible key: zeros and the sink as it is, be it infinite
+    const float* sink = problem.score.sinks != nullptr ? &problem.score.sinks[head] : nullptr;
+    const float weight = sink != nullptr ? AddSink(&state, *sink) : 1.f;
+    const float factor = empty ? 0.f : weight * InverseSum(state);
     const float* acc = total.acc + r * Padded(dim);
     const int64_t row = token * problem.num_heads + head;
     switch (problem.out_dtype) {
@@ -439,7 +441,7 @@ void FinishUnit(const Problem& problem, const Unit& unit, const Partial& total) 
         WriteRow(acc, factor, dim, static_cast<float*>(problem.out) + row * dim);
         break;
     }
-    problem.lse[row] = LogSumExp(state);
+    problem.lse[row] = empty && sink != nullptr ? *sink : LogSumExp(state);
   }
 }
 
