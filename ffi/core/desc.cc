@@ -6,8 +6,6 @@ const char* to_string(Phase phase) {
   switch (phase) {
     case Phase::kAttention:
       return "attention";
-    case Phase::kRaggedAttention:
-      return "ragged_attention";
     case Phase::kPrefill:
       return "prefill";
     case Phase::kDecode:

@@ -10,7 +10,7 @@
 
 namespace turboattn {
 
-enum class Phase : int32_t { kAttention, kRaggedAttention, kPrefill, kDecode, kAppend, kGather, kCopyPages, kMerge };
+enum class Phase : int32_t { kAttention, kPrefill, kDecode, kAppend, kGather, kCopyPages, kMerge };
 
 struct KernelDesc {
   Phase phase = Phase::kAttention;

@@ -39,6 +39,13 @@ constexpr int64_t RowBytes(DType dtype, int64_t elements) {
   return 0;
 }
 
+// Scratch memory of a CUDA call: a result that XLA allocates. The handler has checked its size; what it holds is garbage
+// until the kernel writes it. Null on the CPU.
+struct Workspace {
+  void* data = nullptr;
+  int64_t bytes = 0;
+};
+
 // A paged pool. Readers leave it alone; append and copy_pages write through the same pointers (the caches are aliased
 // results).
 struct KvCache {
@@ -124,6 +131,7 @@ struct CopyPagesParams {
   const int32_t* source = nullptr;       // [n]
   const int32_t* destination = nullptr;  // [n]
   int64_t count = 0;                     // n
+  Workspace workspace;                   // one page of each array for each copy
 };
 
 // How scores are made from dot products, common to the attention kernels.
@@ -160,6 +168,7 @@ struct PagedAttentionParams {
   DType out_dtype = DType::kFloat32;  // E or float32
   int64_t num_heads = 0;              // H
   bool batch_invariant = false;
+  Workspace workspace;  // of split keys; core/heuristics.h has its size
 };
 
 // attention (dense) and ragged_attention: keys and values are plain arrays.

@@ -1,4 +1,3 @@
-#include "core/desc.h"
 #include "handlers/handlers.h"
 #include "handlers/linear_operands.h"
 
@@ -18,7 +17,7 @@ ffi::Error Attention(Context context, ffi::RemainingArgs args, ffi::RemainingRet
   if ((params.segment_ids_q == nullptr) != (params.segment_ids_kv == nullptr))
     operands.Fail("segment_ids must be given for queries and keys");
   if (!operands.ok()) return operands.error();
-  return Launch(context, LinearDesc(Phase::kAttention, params), params);
+  return Launch(context, LinearDesc(params), params);
 }
 
 }  // namespace

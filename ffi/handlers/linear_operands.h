@@ -34,8 +34,8 @@ inline LinearAttentionParams ReadLinear(Operands& operands, const LinearAttribut
   return params;
 }
 
-inline KernelDesc LinearDesc(Phase phase, const LinearAttentionParams& params) {
-  return {phase, "", params.dtype, params.dtype, params.head_dim, params.value_dim};
+inline KernelDesc LinearDesc(const LinearAttentionParams& params) {
+  return {Phase::kAttention, "", params.dtype, params.dtype, params.head_dim, params.value_dim};
 }
 
 }  // namespace turboattn

@@ -205,6 +205,25 @@ DType Operands::ResultFloatType(const char* label) {
   return dtype;
 }
 
+Workspace Operands::ScratchResult(int64_t needed) {
+#if defined(TURBOATTN_CUDA)
+  if (needed == 0) return {};
+  auto buffer = results_.get<ffi::AnyBuffer>(next_result_++);
+  if (buffer.has_error()) {
+    Fail("the call must have a workspace of " + std::to_string(needed) + " bytes");
+    return {};
+  }
+  const int64_t bytes = static_cast<int64_t>((*buffer)->size_bytes());
+  if (bytes < needed) {
+    Fail("workspace must have " + std::to_string(needed) + " bytes, got " + std::to_string(bytes));
+  }
+  return {(*buffer)->untyped_data(), bytes};
+#else
+  (void)needed;
+  return {};
+#endif
+}
+
 void* Operands::Written(std::string_view name) {
   const Operand* operand = Find(name);
   auto result = results_.get<ffi::AnyBuffer>(next_result_++);

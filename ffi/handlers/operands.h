@@ -54,6 +54,9 @@ class Operands {
   // The next result, which continues operand `name`: XLA aliases the two when it can, else the operand is copied first.
   void* Written(std::string_view name);
 
+  // The last result of a CUDA call, uint8[bytes] of at least `needed` bytes; nothing on the CPU and when none is needed.
+  Workspace ScratchResult(int64_t needed);
+
   // Size of an axis that a buffer has set.
   int64_t size(char axis) const { return sizes_[static_cast<unsigned char>(axis) % kAxes]; }
   void Fail(const std::string& what);

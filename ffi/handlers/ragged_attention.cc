@@ -1,4 +1,3 @@
-#include "core/desc.h"
 #include "handlers/handlers.h"
 #include "handlers/linear_operands.h"
 
@@ -14,7 +13,7 @@ ffi::Error RaggedAttention(Context context, ffi::RemainingArgs args, ffi::Remain
   params.kv_ranges = operands.Ints("kv_ranges", "B 2");
   params.batch = operands.size('B');
   if (!operands.ok()) return operands.error();
-  return Launch(context, LinearDesc(Phase::kRaggedAttention, params), params);
+  return Launch(context, LinearDesc(params), params);
 }
 
 }  // namespace

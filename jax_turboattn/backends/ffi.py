@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import math
 import pathlib
 import re
 from typing import Any
@@ -194,10 +195,41 @@ def _append_attributes(spec: AppendSpec) -> dict[str, Any]:
     }
 
 
-def lower(ctx, *operands, spec: Spec):
+def _workspace_bytes(spec: Spec, named: dict[str, Any]) -> int:
+    """Bytes of scratch memory that the CUDA kernels of a call need; `named`: its operands' avals. 0: none.
+
+    Static shapes decide alone: the program may be compiled where there is no GPU, or another one.
+    """
+    if isinstance(spec, CopySpec):  # a page of each array for each copy: a source may be another copy's destination
+        pages = (math.prod(named[name].shape[-3:]) * named[name].dtype.itemsize for name in spec.caches)
+        return named["source"].shape[0] * sum(pages)
+    attn = spec.attn if isinstance(spec, StepSpec) else spec
+    if not isinstance(attn, AttnSpec) or attn.op != "paged_attention":
+        return 0
+    batch, columns = named["page_table"].shape
+    prefix = named["prefix_pages"].shape[0] if "prefix_pages" in named else 0
+    rows = named["query"].shape[:-2]  # [T], or [B, Q]
+    return load("cuda").module.paged_workspace_bytes(
+        batch=batch,
+        num_tokens=math.prod(rows),
+        uniform_q_len=rows[1] if len(rows) == 2 else 0,
+        num_heads=attn.num_q_heads,
+        num_kv_heads=attn.num_kv_heads,
+        value_dim=attn.value_dim,
+        max_keys=(columns + prefix) * attn.page_size,
+        batch_invariant=attn.batch_invariant,
+    )
+
+
+def lower(ctx, *operands, spec: Spec, platform: str):
     """The MLIR lowering of a primitive to its FFI target. Written caches alias the operands that they replace."""
     aliases = {}
     if isinstance(spec, (AppendSpec, StepSpec, CopySpec)):
         aliases = {spec.operands.index(name): i for i, name in enumerate(written_caches(spec))}
     rule = jax.ffi.ffi_lowering(target(spec.op), operand_output_aliases=aliases)
-    return rule(ctx, *operands, **attributes(spec))
+    workspace = _workspace_bytes(spec, dict(zip(spec.operands, ctx.avals_in))) if platform == "cuda" else 0
+    if workspace == 0:
+        return rule(ctx, *operands, **attributes(spec))
+    scratch = jax.core.ShapedArray((workspace,), np.dtype(np.uint8))
+    *results, _ = rule(ctx.replace(avals_out=[*ctx.avals_out, scratch]), *operands, **attributes(spec))
+    return results

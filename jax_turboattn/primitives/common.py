@@ -138,7 +138,7 @@ def _lower_inner(platform, ctx, *operands, spec):
         ctx = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             return mlir.lower_fun(functools.partial(xla.run, spec), multiple_results=True)(ctx, *operands)
-    return ffi.lower(ctx, *operands, spec=spec)
+    return ffi.lower(ctx, *operands, spec=spec, platform=name.partition(":")[0])
 
 
 # --- partitioning --------------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ void Add(std::vector<Kernel>& kernels, Phase phase, Launch* launch, bool quantis
 std::vector<Kernel> Table() {
   std::vector<Kernel> kernels;
   Add(kernels, Phase::kAttention, &cpu::LinearAttention, false);
-  Add(kernels, Phase::kRaggedAttention, &cpu::LinearAttention, false);
   Add(kernels, Phase::kPrefill, &cpu::PagedAttention, true);
   Add(kernels, Phase::kDecode, &cpu::PagedAttention, true);
   Add(kernels, Phase::kAppend, &cpu::Append, true);

@@ -1,0 +1,57 @@
+// How a call is cut up, from sizes that are known when it is compiled. Pure functions: a test needs no GPU, and the
+// workspace that XLA allocates for a call depends on nothing else.
+#ifndef TURBOATTN_CORE_HEURISTICS_H_
+#define TURBOATTN_CORE_HEURISTICS_H_
+
+#include <cstdint>
+
+namespace turboattn {
+
+// Query rows of one kv head are (token, head of the group) pairs: a sequence of q_len tokens has q_len * H/K of them.
+struct PagedShape {
+  int64_t batch = 0;          // B
+  int64_t num_tokens = 0;     // T
+  int64_t uniform_q_len = 0;  // Q; 0: packed, lengths are known on the device only
+  int64_t num_heads = 0;      // H
+  int64_t num_kv_heads = 0;   // K
+  int64_t value_dim = 0;      // Dv
+  int64_t max_keys = 0;       // keys that a sequence can have on this rank: M * P, and those of a shared prefix
+  bool batch_invariant = false;
+};
+
+// Decode work is a flat list of (sequence, kv head, tile of rows) units over their key blocks. A part of a unit's keys
+// leaves a partial result in a slot of the workspace, and a second kernel merges the slots of a unit in order.
+struct PagedPlan {
+  bool runs_decode = false;
+  bool runs_prefill = false;
+  // Decode takes sequences of at most this many query tokens, prefill the longer ones.
+  int64_t decode_q_len = 0;
+  int row_tile = 8;          // rows of a decode unit: 8 or 16
+  int64_t slots = 0;         // partial results that the workspace holds
+  int64_t workspace_bytes = 0;
+};
+
+// Blocks of a decode grid never exceed this, whatever the card: the workspace holds two partial results of each.
+constexpr int64_t kMaxDecodeBlocks = 512;
+
+// batch_invariant: keys are cut at multiples of InvariantSplit(keys of the sequence), a multiple of kInvariantSplit, in
+// at most kMaxInvariantSplits parts; it depends on the sequence alone.
+constexpr int64_t kInvariantSplit = 1024;
+constexpr int64_t kMaxInvariantSplits = 32;
+
+#if defined(__CUDACC__)
+__host__ __device__
+#endif
+constexpr int64_t InvariantSplit(int64_t keys) {
+  const int64_t parts = kInvariantSplit * kMaxInvariantSplits;
+  return kInvariantSplit * (keys > parts ? (keys + parts - 1) / parts : 1);
+}
+
+// A slot: float O[row_tile, Dv], max[row_tile], sum[row_tile]; all slots follow one int32[kSlotInts] for each.
+constexpr int64_t kSlotInts = 8;
+
+PagedPlan PlanPaged(const PagedShape& shape);
+
+}  // namespace turboattn
+
+#endif  // TURBOATTN_CORE_HEURISTICS_H_
