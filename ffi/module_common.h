@@ -5,6 +5,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <optional>
+
 #include "core/registry.h"
 #include "handlers/handlers.h"
 #include "xla/ffi/api/c_api.h"
@@ -14,7 +16,7 @@ namespace turboattn {
 namespace nb = nanobind;
 
 // registrations() -> {FFI target name: capsule}; ffi_api_version() -> (major, minor) of the FFI headers of this build;
-// kernels() -> [{name, phase, family, head_dim, value_dim, dtype, kv_dtype}], sizes of None are taken at run time.
+// kernels() -> [{name, phase, family, head_dim, value_dim, dtype, kv_dtype}], what is None is taken at run time.
 inline void DefineCommon(nb::module_& module) {
   module.def("registrations", [] {
     nb::dict registrations;
@@ -24,6 +26,9 @@ inline void DefineCommon(nb::module_& module) {
   module.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
   module.def("kernels", [] {
     const auto size = [](int64_t dim) { return dim == 0 ? nb::object(nb::none()) : nb::object(nb::int_(dim)); };
+    const auto type = [](std::optional<DType> dtype) {
+      return dtype ? nb::object(nb::str(to_string(*dtype))) : nb::object(nb::none());
+    };
     nb::list kernels;
     for (const Kernel& kernel : Kernels()) {
       const KernelDesc& desc = kernel.desc();
@@ -33,8 +38,8 @@ inline void DefineCommon(nb::module_& module) {
       entry["family"] = desc.family;
       entry["head_dim"] = size(desc.head_dim);
       entry["value_dim"] = size(desc.value_dim);
-      entry["dtype"] = to_string(desc.dtype);
-      entry["kv_dtype"] = to_string(desc.kv_dtype);
+      entry["dtype"] = type(desc.dtype);
+      entry["kv_dtype"] = type(desc.kv_dtype);
       kernels.append(entry);
     }
     return kernels;

@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 MATRIX = ROOT / "ffi" / "kernels" / "kernel_matrix.cmake"
 # cmake of the test environment first: its scripts are not on PATH when pytest is called by its path.
 CMAKE = shutil.which("cmake", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))
-ROWS = re.findall(r'^\s*"([a-z0-9]+(?:\|[a-z0-9]+){5})"$', MATRIX.read_text(), re.MULTILINE)
+ROWS = re.findall(r'^\s*"([a-z0-9_]+(?:\|[a-z0-9]+){5})"$', MATRIX.read_text(), re.MULTILINE)
 
 
 def list_kernels(*definitions: str, only: str = "", matrix: pathlib.Path | None = None):
@@ -69,6 +69,7 @@ def test_every_row_is_a_kernel():
         ("append|simt|any|any|fp64|int8", "q dtype must be one of"),
         ("append|simt|any|any|bf16|int7", "kv dtype must be one of"),
         ("append|simt|any|any|bf16|fp16", "an unquantised cache has the q dtype"),
+        ("append|simt|any|any|bf16|any", "an unquantised cache has the q dtype"),
     ],
 )
 def test_malformed_row_stops_configuration(tmp_path, row, complaint):

@@ -25,8 +25,10 @@ nanobind_add_module(_cuda NB_STATIC
   ffi/module_cuda.cc
   ${TURBOATTN_CORE_SOURCES}
   ffi/handlers/append_kv.cc
+  ffi/handlers/copy_pages.cc
   ffi/handlers/gather_kv.cc
   ffi/handlers/handlers.cc
+  ffi/handlers/merge_partials.cc
   ffi/handlers/operands.cc
   ffi/handlers/paged_operands.cc
   ${CMAKE_BINARY_DIR}/gen/registry_table.cc)

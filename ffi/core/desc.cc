@@ -44,8 +44,8 @@ std::string to_string(const KernelDesc& desc) {
   std::string name = std::string(to_string(desc.phase)) + "_" + desc.family;
   if (desc.head_dim != 0) name += "_d" + std::to_string(desc.head_dim);
   if (desc.value_dim != 0 && desc.value_dim != desc.head_dim) name += "v" + std::to_string(desc.value_dim);
-  name += std::string("_") + to_string(desc.dtype);
-  if (desc.kv_dtype != desc.dtype) name += std::string("_kv") + to_string(desc.kv_dtype);
+  if (desc.dtype) name += std::string("_") + to_string(*desc.dtype);
+  if (desc.kv_dtype && desc.kv_dtype != desc.dtype) name += std::string("_kv") + to_string(*desc.kv_dtype);
   return name;
 }
 

@@ -4,6 +4,7 @@
 #define TURBOATTN_CORE_DESC_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "core/params.h"
@@ -14,17 +15,17 @@ enum class Phase : int32_t { kAttention, kPrefill, kDecode, kAppend, kGather, kC
 
 struct KernelDesc {
   Phase phase = Phase::kAttention;
-  std::string family;                // "cpu", "sm75", "sm80", "sm90"
-  DType dtype = DType::kFloat32;     // E
-  DType kv_dtype = DType::kFloat32;  // the cache's; equal to dtype where there is no cache
-  int64_t head_dim = 0;              // D; 0: any
-  int64_t value_dim = 0;             // Dv; 0: any
+  std::string family;             // "cpu", "simt", "sm75", "sm80", "sm90"
+  std::optional<DType> dtype;     // E; none: any
+  std::optional<DType> kv_dtype;  // the cache's; equal to dtype where there is no cache; none: any
+  int64_t head_dim = 0;           // D; 0: any
+  int64_t value_dim = 0;          // Dv; 0: any
 };
 
 const char* to_string(Phase phase);
 const char* to_string(DType dtype);  // JAX's names: "bfloat16", "int8", ...
 
-// "append_cpu_d128_bfloat16_kvint8"; a value_dim that differs adds "v64" after "d128"; sizes of 0 are left out.
+// "append_cpu_d128_bfloat16_kvint8"; a value_dim that differs adds "v64" after "d128"; what is any is left out.
 std::string to_string(const KernelDesc& desc);
 
 // The inverse of to_string(DType): true and *dtype set when `name` is one of them.

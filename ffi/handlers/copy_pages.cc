@@ -32,9 +32,13 @@ ffi::Error CopyPages(Context context, ffi::RemainingArgs args, ffi::RemainingRet
   if (operands.has("value_cache")) cache.value = operands.Written("value_cache");
   if (operands.has("key_params")) cache.key_params = operands.Written("key_params");
   if (operands.has("value_params")) cache.value_params = operands.Written("value_params");
+  int64_t page_bytes = RowBytes(cache.kv_dtype, cache.head_dim + cache.value_dim);  // of one token of a head so far
+  if (operands.has("key_params")) page_bytes += 2 * RowBytes(cache.dtype, 1);
+  if (operands.has("value_params")) page_bytes += 2 * RowBytes(cache.dtype, 1);
+  page_bytes *= cache.num_kv_heads * cache.page_size;
+  params.workspace = operands.ScratchResult(params.count * page_bytes);
   if (!operands.ok()) return operands.error();
-  const DType named = cache.kv_dtype == DType::kFloat8E4M3 ? DType::kFloat32 : cache.dtype;
-  return Launch(context, {Phase::kCopyPages, "", named, cache.kv_dtype, cache.head_dim, cache.value_dim}, params);
+  return Launch(context, {Phase::kCopyPages, "", std::nullopt, std::nullopt}, params);
 }
 
 }  // namespace

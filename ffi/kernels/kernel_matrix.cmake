@@ -3,7 +3,8 @@
 #   phase|family|head_dim|value_dim|q dtype|kv dtype
 #
 # head_dim, value_dim: a number, or `any` for kernels that take it at run time. kv dtype: what the cache stores; an
-# unquantised cache has the q dtype. To add a kernel, add a row; to add a family, add its name and its targets here.
+# unquantised cache has the q dtype, and so has a phase without a cache. Both are `any` where a kernel moves bytes. To
+# add a kernel, add a row; to add a family, add its name and its targets here.
 
 # A cubin loads only on GPUs of its own major version, so each family lists the targets it is compiled for; PTX
 # (-virtual) serves newer ones.
@@ -13,17 +14,22 @@ set(TURBOATTN_TARGETS_sm75 75-real 75-virtual)                  # mma m16n8k8; o
 set(TURBOATTN_TARGETS_sm80 80-real 90-real 80-virtual)          # mma m16n8k16 + cp.async; 80 serves 86 and 89 too
 set(TURBOATTN_TARGETS_sm90 90a-real)                            # wgmma + TMA: this card and no other
 
-# The words of a row, their enumerators in core/desc.h and core/params.h, and the dtypes' long names.
-set(TURBOATTN_PHASES append gather)
+# The words of a row, what they are in core/desc.h and core/params.h, and the dtypes' long names.
+set(TURBOATTN_PHASES append copy_pages gather merge)
 set(TURBOATTN_ENUM_append kAppend)
+set(TURBOATTN_ENUM_copy_pages kCopyPages)
 set(TURBOATTN_ENUM_gather kGather)
-set(TURBOATTN_Q_DTYPES bf16 fp16)
-set(TURBOATTN_KV_DTYPES bf16 fp16 int8 int4 fp8)
-set(TURBOATTN_ENUM_bf16 kBfloat16)
-set(TURBOATTN_ENUM_fp16 kFloat16)
-set(TURBOATTN_ENUM_int8 kInt8)
-set(TURBOATTN_ENUM_int4 kInt4)
-set(TURBOATTN_ENUM_fp8 kFloat8E4M3)
+set(TURBOATTN_ENUM_merge kMerge)
+set(TURBOATTN_Q_DTYPES fp32 bf16 fp16 any)
+set(TURBOATTN_KV_DTYPES fp32 bf16 fp16 int8 int4 fp8 any)
+set(TURBOATTN_DTYPE_any std::nullopt)
+set(TURBOATTN_DTYPE_fp32 DType::kFloat32)
+set(TURBOATTN_DTYPE_bf16 DType::kBfloat16)
+set(TURBOATTN_DTYPE_fp16 DType::kFloat16)
+set(TURBOATTN_DTYPE_int8 DType::kInt8)
+set(TURBOATTN_DTYPE_int4 DType::kInt4)
+set(TURBOATTN_DTYPE_fp8 DType::kFloat8E4M3)
+set(TURBOATTN_NAME_fp32 float32)
 set(TURBOATTN_NAME_bf16 bfloat16)
 set(TURBOATTN_NAME_fp16 float16)
 set(TURBOATTN_NAME_int8 int8)
@@ -40,6 +46,8 @@ set(TURBOATTN_KERNEL_MATRIX
   "append|simt|any|any|fp16|int4"
   "append|simt|any|any|fp16|fp8"
 
+  "copy_pages|simt|any|any|any|any"
+
   "gather|simt|any|any|bf16|bf16"
   "gather|simt|any|any|bf16|int8"
   "gather|simt|any|any|bf16|int4"
@@ -48,4 +56,8 @@ set(TURBOATTN_KERNEL_MATRIX
   "gather|simt|any|any|fp16|int8"
   "gather|simt|any|any|fp16|int4"
   "gather|simt|any|any|fp16|fp8"
+
+  "merge|simt|any|any|fp32|fp32"
+  "merge|simt|any|any|bf16|bf16"
+  "merge|simt|any|any|fp16|fp16"
 )

@@ -1,5 +1,5 @@
 // The kernels of the CPU module. Each takes every D, Dv and dtype at run time; the table spells out the dtype pairs,
-// since that is what is asked.
+// since that is what is asked. copy_pages moves bytes and is asked for none.
 #include "core/registry.h"
 #include "kernels/cpu/kernels.h"
 
@@ -25,7 +25,7 @@ std::vector<Kernel> Table() {
   Add(kernels, Phase::kDecode, &cpu::PagedAttention, true);
   Add(kernels, Phase::kAppend, &cpu::Append, true);
   Add(kernels, Phase::kGather, &cpu::Gather, true);
-  Add(kernels, Phase::kCopyPages, &cpu::CopyPages, true);
+  kernels.push_back({KernelDesc{Phase::kCopyPages, "cpu", std::nullopt, std::nullopt}, &cpu::CopyPages});
   Add(kernels, Phase::kMerge, &cpu::Merge, false);
   return kernels;
 }
