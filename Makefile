@@ -1,5 +1,6 @@
 # make demo | test: own environment in $(VENV), built and installed from this tree (TURBOATTN_CUDA etc. are passed on to
-# the build). make gpu: on a host with a GPU, nvcc and jax, without network: builds into build/gpu and runs tests/gpu.
+# the build). make gpu: on a host with a GPU, nvcc and jax, without network: builds into build/gpu and checks that
+# (tests/gpu/run.py says what, and what ONLY=, LIMIT= and PREBUILT= do).
 PYTHON ?= python3
 VENV ?= .venv
 TESTS ?= tests
@@ -17,7 +18,7 @@ test: $(VENV)/.installed
 	$(BIN)/pytest -n 2 $(TESTS)
 
 gpu:
-	tests/gpu/run
+	$(PYTHON) tests/gpu/run.py
 
 clean:
 	rm -rf build dist $(VENV)

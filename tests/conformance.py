@@ -80,6 +80,18 @@ def executable(spec: cases.Spec, implementation: str):
     return jax.jit(function(spec, implementation))
 
 
+@functools.cache
+def declined(spec: cases.Spec, implementation: str) -> str | None:
+    """Why the implementation has no kernel for a primitive of this spec's call; None when it takes them all."""
+    kind = implementation.partition(":")[0]
+    platform = "cpu" if kind == "cpu" else "cuda"
+    call = cases.build(cases.Case(spec, GROUPED[spec.label][0].values))
+    public = functools.partial(getattr(jax_turboattn, spec.op), **call.static, **call.hints)
+    found = jax_turboattn.explain(public, platform=platform, **{n: to_jax(x) for n, x in call.arrays.items()})
+    reasons = [c.reason for c in found if c.implementation == kind and c.reason is not None]
+    return reasons[0] if reasons else None
+
+
 def run(case: cases.Case, call: cases.Call, implementation: str) -> Any:
     return to_numpy(executable(case.spec, implementation)({n: to_jax(x) for n, x in call.arrays.items()}))
 
@@ -227,20 +239,25 @@ class Conformance:
     implementation: str
     unsupported: frozenset[str] = frozenset()
 
-    def refuses(self, spec: cases.Spec) -> bool:
-        return bool(spec.tags & self.unsupported)
+    def refusal(self, spec: cases.Spec) -> str | None:
+        """Why the implementation must raise NotImplementedError for this spec; None when it must not."""
+        tags = sorted(spec.tags & self.unsupported)
+        return f"has no kernel for {', '.join(tags)}" if tags else None
 
     def need(self, spec: cases.Spec) -> None:
-        if self.refuses(spec):
-            pytest.skip(f"{self.implementation} refuses {sorted(spec.tags & self.unsupported)}: see test_values")
+        reason = self.refusal(spec)
+        if reason is not None:
+            pytest.skip(f"{self.implementation}: {reason}: see test_values")
 
     @pytest.mark.parametrize("case", cases.CASES, ids=[case.name for case in cases.CASES])
-    def test_values(self, case):
+    def test_values(self, case, record_property):
         """Values, lse, written caches; poison and wild integers are part of every case."""
         call = cases.build(case)
-        if self.refuses(case.spec):
+        reason = self.refusal(case.spec)
+        if reason is not None:
             with pytest.raises(NotImplementedError):
                 run(case, call, self.implementation)
+            record_property("declined", [self.implementation, reason, case.spec.label])
             return
         check(case, call, run(case, call, self.implementation), self.implementation)
 
@@ -386,7 +403,7 @@ class Conformance:
 
     def test_random_draws(self):
         """Random ragged batches, windows, data and poison through the executables that the cases compiled."""
-        specs = [s for s in cases.SPECS if not self.refuses(s) and s.op != "merge_partials" and s.op != "copy_pages"]
+        specs = [s for s in cases.SPECS if self.refusal(s) is None and s.op != "merge_partials" and s.op != "copy_pages"]
         seen = []
 
         @hypothesis.settings(max_examples=DRAWS, derandomize=True, deadline=None, database=None)
@@ -408,7 +425,7 @@ class Conformance:
         seed = int(os.environ.get("NIGHTLY_SEED", np.random.SeedSequence().entropy % 2**32))
         print(f"NIGHTLY_SEED={seed}")
         rng = np.random.default_rng(seed)
-        specs = [s for s in cases.SPECS if not self.refuses(s)]
+        specs = [s for s in cases.SPECS if self.refusal(s) is None]
         for i in range(200):
             spec = cases.random_shape(rng, specs[rng.integers(len(specs))])
             case = cases.Case(spec, cases.random_values(rng, spec, f"nightly{i}"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 
 
@@ -22,6 +24,20 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="nightly: run with -m nightly"))
         if item.get_closest_marker("gpu") and not _gpu():
             item.add_marker(pytest.mark.skip(reason="gpu: jax sees no GPU"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The calls that an implementation declined, as conformance tests record them: none is passed over in silence."""
+    declined = collections.defaultdict(dict)
+    for report in terminalreporter.stats.get("passed", []):
+        for implementation, reason, spec in (x for n, x in report.user_properties if n == "declined"):
+            declined[implementation, reason][spec] = None
+    if declined:
+        terminalreporter.section("calls that were declined, each with NotImplementedError")
+    for (implementation, reason), specs in sorted(declined.items()):
+        names = ", ".join(specs)
+        shown = names if len(names) <= 400 else names[:400] + " ..."
+        terminalreporter.write_line(f"{implementation}: {reason}: {len(specs)} specs: {shown}")
 
 
 def _gpu() -> bool:

@@ -1,0 +1,183 @@
+"""One small call for every kernel row of the CUDA module: what compute-sanitizer watches.
+
+    compute-sanitizer --tool memcheck python tests/gpu/sanitizer_cases.py [--only REGEX]
+
+A sanitizer slows every kernel and every allocation down, so this is one process without pytest: inputs are made by numpy
+and copied over, and a call is one compiled program of nothing but itself. Results come back to the host, which is a read
+that initcheck sees; NaN in them is an error here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import re
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_turboattn as ta
+
+H, K, P, M, N = 4, 2, 16, 5, 24  # query heads, kv heads, tokens a page, columns of the page table, pages
+KV_LENS = np.array([1, 37, 80, 0], np.int32)  # one token, a ragged tail, full, empty
+B = len(KV_LENS)
+
+
+def dims(row: dict) -> tuple[int, int]:
+    """D and Dv; kernels that take any run with 64."""
+    head_dim = row["head_dim"] or 64
+    return head_dim, row["value_dim"] or head_dim
+
+
+def normal(rng: np.random.Generator, dtype, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
+
+
+def page_table(rng: np.random.Generator) -> np.ndarray:
+    table = rng.permutation(N)[: B * M].reshape(B, M).astype(np.int32)
+    table[np.arange(M) * P >= KV_LENS[:, None]] = 2**31 - 1  # never dereferenced
+    return table
+
+
+def cache(rng: np.random.Generator, row: dict) -> ta.PagedKVCache:
+    """A pool full of finite values."""
+    (head_dim, value_dim), dtype, kv_dtype = dims(row), row["dtype"], row["kv_dtype"]
+    with jax.default_device(jax.devices("cpu")[0]):
+        empty = ta.PagedKVCache.create(
+            N, K, head_dim, value_dim=value_dim, page_size=P, dtype=kv_dtype, param_dtype=dtype
+        )
+
+    def fill(array, params):
+        if params:
+            return rng.uniform(0.01, 0.1, array.shape).astype(array.dtype)
+        if array.dtype == jnp.uint8:
+            return rng.integers(0, 256, array.shape).astype(np.uint8)
+        return normal(rng, array.dtype, *array.shape)
+
+    fields = {n: getattr(empty, n) for n in ("key", "value", "key_params", "value_params")}
+    filled = {n: None if x is None else fill(x, "params" in n) for n, x in fields.items()}
+    return dataclasses.replace(empty, **filled)
+
+
+def append(rng, row):
+    (head_dim, value_dim), dtype = dims(row), row["dtype"]
+    offsets = np.array([0, 1, 30, 60, 60], np.int32)
+    rope = ta.RopeConfig(dim=head_dim)
+    new = [normal(rng, dtype, 64, K, d) for d in (head_dim, value_dim)]
+    return functools.partial(ta.append_kv, rope=rope), (cache(rng, row), *new, page_table(rng), KV_LENS, offsets)
+
+
+def gather(rng, row):
+    return functools.partial(ta.gather_kv, out_dtype=row["dtype"]), (cache(rng, row), page_table(rng), KV_LENS)
+
+
+def attention(rng, row):
+    (head_dim, value_dim), dtype = dims(row), row["dtype"]
+    shapes = ((70, H, head_dim), (130, K, head_dim), (130, K, value_dim))
+    offsets = np.array([0, 1, 1, 64, 68], np.int32), np.array([0, 37, 50, 120, 128], np.int32)
+    return ta.ragged_attention, (*(normal(rng, dtype, *shape) for shape in shapes), *offsets)
+
+
+def prefill(rng, row):
+    offsets = np.array([0, 1, 30, 70, 70], np.int32)
+    query = normal(rng, row["dtype"], 72, H, dims(row)[0])
+    return ta.paged_attention, (query, cache(rng, row), page_table(rng), KV_LENS, offsets)
+
+
+def decode(rng, row):
+    query = normal(rng, row["dtype"], B, H, dims(row)[0])
+    return ta.paged_decode, (query, cache(rng, row), page_table(rng), KV_LENS)
+
+
+def merge(rng, row):
+    outs, lses = normal(rng, row["dtype"], 3, 9, H, dims(row)[1]), normal(rng, "float32", 3, 9, H)
+    lses[1, ::2] = -np.inf
+    return ta.merge_partials, (outs, lses)
+
+
+def copy_pages(rng, row):
+    pages = np.array([0, 1, -1, 5], np.int32), np.array([7, 8, 9, N], np.int32)
+    return ta.copy_pages, (cache(rng, row), *pages)
+
+
+CALLS = dict(
+    append=append,
+    gather=gather,
+    attention=attention,
+    prefill=prefill,
+    decode=decode,
+    merge=merge,
+    copy_pages=copy_pages,
+)
+
+
+def run(row: dict, seed: int = 0) -> None:
+    """Runs the call of a kernel row twice.
+
+    Raises:
+      ValueError: the row has a phase without a call here, or NaN came out.
+    """
+    if row["phase"] not in CALLS:
+        raise ValueError(f"no call for phase {row['phase']}: add it to {__file__}")
+    function, arguments = CALLS[row["phase"]](np.random.default_rng(seed), row)
+    os.environ["JAX_TURBOATTN_IMPLEMENTATION"] = implementation(row)
+    arguments = jax.device_put(arguments)
+    compiled = jax.jit(function).lower(*arguments).compile()
+    for _ in range(2):
+        for array in jax.tree.leaves(compiled(*arguments)):
+            result = np.asarray(array)
+            if result.dtype != np.uint8 and np.isnan(result.astype(np.float32)).any():
+                raise ValueError("NaN in a result")
+
+
+def implementation(row: dict) -> str:
+    """The row's own module, and its own family where another would take the call."""
+    if row["module"] == "_cpu":
+        return "cpu"
+    same = ("phase", "head_dim", "value_dim", "dtype", "kv_dtype")
+    families = {r["family"] for r in rows("_cuda") if all(r[n] == row[n] for n in same)}
+    return f"cuda:{row['family']}" if len(families) > 1 else "cuda"
+
+
+@functools.cache
+def _all_rows() -> list[dict]:
+    from jax_turboattn import inspection
+
+    return inspection.kernels()
+
+
+def rows(module: str) -> list[dict]:
+    """Kernel rows of `_cuda` or `_cpu`. A row whose dtypes are taken at run time runs with the first of each."""
+    found = []
+    for row in _all_rows():
+        if row["module"] == module:
+            dtype = row["dtype"] or "bfloat16"
+            found.append(row | {"dtype": dtype, "kv_dtype": row["kv_dtype"] or dtype})
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", metavar="REGEX", default="", help="of kernel names")
+    chosen = [row for row in rows("_cuda") if re.search(parser.parse_args().only, row["name"])]
+    failed = []
+    for row in chosen:
+        started = time.perf_counter()
+        try:
+            run(row)
+            result = "ran"
+        except Exception as error:  # every row is tried; the sanitizer reports its own findings besides
+            failed.append(row["name"])
+            result = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+        print(f"{row['name']:<50} {time.perf_counter() - started:6.1f} s  {result}", flush=True)
+    print(f"{len(chosen) - len(failed)} of {len(chosen)} kernel rows ran")
+    return 1 if failed or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
