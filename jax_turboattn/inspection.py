@@ -11,7 +11,7 @@ import jax
 import jaxlib
 
 from . import backends
-from .backends import ffi
+from .backends import ffi, pallas
 from .spec import Spec
 
 
@@ -108,6 +108,7 @@ def environment() -> dict[str, str]:
             fault = loaded.module.device_error()
             if fault:
                 facts[name] += f"; no usable GPU: {fault}"
-    facts["pallas"] = f"not available: {backends.PALLAS_MISSING}"
+    reason = pallas.load()[2]
+    facts["pallas"] = "available: Triton on cuda, interpret mode on cpu" if reason is None else f"not available: {reason}"
     facts["xla"] = "always available"
     return facts

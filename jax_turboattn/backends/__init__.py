@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 
 from ..spec import Spec
-from . import ffi, xla
+from . import ffi, pallas, xla
 
 ENVIRONMENT_VARIABLE = "JAX_TURBOATTN_IMPLEMENTATION"
-PALLAS_MISSING = "the Pallas kernels do not exist yet"
 NAMES = ("cuda", "cuda:sm75", "cuda:sm80", "cuda:sm90", "cpu", "pallas", "xla")
 
 # Candidates by lowering platform, best first; every other platform has plain jnp alone.
 _CANDIDATES = {"cpu": ("cpu", "xla"), "cuda": ("cuda", "pallas", "xla")}
-_PLATFORM = {"cuda": "cuda", "cpu": "cpu", "pallas": "cuda"}  # where a named implementation runs; xla runs everywhere
+# Where a named implementation runs; xla runs everywhere. Pallas on the CPU is its interpret mode: slow, for tests.
+_PLATFORMS = {"cuda": ("cuda",), "cpu": ("cpu",), "pallas": ("cuda", "cpu")}
 
 
 def candidates(platform: str) -> tuple[str, ...]:
@@ -30,7 +30,7 @@ def supports(name: str, spec: Spec) -> str | None:
     if kind == "xla":
         return xla.supports(spec)
     if kind == "pallas":
-        return PALLAS_MISSING
+        return pallas.supports(spec)
     return ffi.supports(spec, kind, family or None)
 
 
@@ -44,10 +44,11 @@ def select(spec: Spec, platform: str) -> str:
     if name is None:
         return next(n for n in candidates(platform) if supports(n, spec) is None)
     require(name, spec)
-    home = _PLATFORM.get(name.partition(":")[0])
-    if home is not None and home != platform:
+    homes = _PLATFORMS.get(name.partition(":")[0])
+    if homes is not None and platform not in homes:
         raise NotImplementedError(
-            f"{spec.op}: implementation={name!r} runs on platform {home}, and this program is lowered for {platform}"
+            f"{spec.op}: implementation={name!r} runs on platform {' or '.join(homes)}, and this program is lowered "
+            f"for {platform}"
         )
     return name
 

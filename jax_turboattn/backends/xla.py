@@ -56,13 +56,18 @@ def supports(spec: Spec) -> str | None:
 
 def run(spec: Spec, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """The results of the primitive `spec.op`, in the order of its table of results."""
+    return run_operation(_OPERATIONS[spec.op], spec, *operands)
+
+
+def run_operation(operation, spec: Spec, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """`operation(spec, named)`, which knows stacked caches only, on the operands of any spec."""
     named = dict(zip(spec.operands, operands, strict=True))
     if not getattr(spec, "stacked", True):  # one layer: a leading axis of 1 is free here
         named = {name: x[None] if name in _CACHES else x for name, x in named.items()}
-        results = _OPERATIONS[spec.op](on_stacked_cache(spec), named)
+        results = operation(on_stacked_cache(spec), named)
         written = len(written_caches(spec)) if isinstance(spec, AppendSpec | StepSpec | CopySpec) else 0
         return tuple(x[0] if i < written else x for i, x in enumerate(results))
-    return _OPERATIONS[spec.op](spec, named)
+    return operation(spec, named)
 
 
 # --- positions -----------------------------------------------------------------------------------------------------
@@ -724,14 +729,15 @@ def _append_kv(spec: AppendSpec, named: Named) -> tuple[jax.Array, ...]:
     return tuple(written[name] for name in written_caches(spec))
 
 
-def _paged_attention_step(spec: StepSpec, named: Named) -> tuple[jax.Array, ...]:
+def paged_attention_step(spec: StepSpec, named: Named, attend=_paged_attention) -> tuple[jax.Array, ...]:
+    """The fused step; `attend` is its attention, over what was stored."""
     append = spec.append
     tokens = _tokens(named, named["query"].shape[0])
     turned = None if append.rope is None else _rotation(append.rope, named, tokens.turn, tokens.sequence)
     written = _append_tokens(append, named, tokens, turned)
     factor = None if spec.logn is None else _logn(spec, tokens.turn)
     query = _prologue(named["query"], named.get("query_bias"), append.rope, turned, factor)
-    out, lse = _paged_attention(spec.attn, {**named, **written, "query": query})
+    out, lse = attend(spec.attn, {**named, **written, "query": query})
     return (*(written[name] for name in written_caches(spec)), out, lse)
 
 
@@ -780,7 +786,7 @@ _OPERATIONS = {
     "ragged_attention": _ragged_attention,
     "paged_attention": _paged_attention,
     "append_kv": _append_kv,
-    "paged_attention_step": _paged_attention_step,
+    "paged_attention_step": paged_attention_step,
     "gather_kv": _gather_kv,
     "copy_pages": _copy_pages,
     "merge_partials": _merge_partials,

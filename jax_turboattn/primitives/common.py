@@ -23,7 +23,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import backends
-from ..backends import ffi, xla
+from ..backends import ffi, pallas, xla
 from ..spec import AttnSpec, MergeSpec, Spec, StepSpec, on_stacked_cache, written_caches
 
 Named = dict[str, Any]
@@ -132,13 +132,25 @@ def _sharding(avals, tokens, axes: list[str]):
 
 def _lower_inner(platform, ctx, *operands, spec):
     name = backends.select(spec, platform or "another platform")
+    if name == "pallas":
+        reason = pallas.refuses_sizes(spec, {n: a.shape for n, a in zip(spec.operands, ctx.avals_in)})
+        if reason is None:
+            with pallas.quiet():
+                return _lower_jnp(functools.partial(pallas.run, spec, platform), pallas.target_mesh(), ctx, *operands)
+        if spec.implementation is not None:
+            raise NotImplementedError(f"{spec.op}: implementation={name!r} has no kernel for this call: {reason}")
+        name = "xla"
     if name == "xla":
-        # Shardings, and what varies over the devices of a shard_map, have been typed above. Here everything is one
-        # device's: plain jnp would have to repeat those types for every constant that its loops start from.
-        ctx = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            return mlir.lower_fun(functools.partial(xla.run, spec), multiple_results=True)(ctx, *operands)
+        return _lower_jnp(functools.partial(xla.run, spec), jax.sharding.AbstractMesh((), ()), ctx, *operands)
     return ffi.lower(ctx, *operands, spec=spec, platform=name.partition(":")[0])
+
+
+def _lower_jnp(function, mesh, ctx, *operands):
+    # Shardings, and what varies over the devices of a shard_map, have been typed above. Here everything is one
+    # device's: plain jnp would have to repeat those types for every constant that its loops start from.
+    ctx = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
+    with jax.sharding.use_abstract_mesh(mesh):
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
 
 
 # --- partitioning --------------------------------------------------------------------------------------------------

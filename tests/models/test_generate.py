@@ -46,7 +46,7 @@ ERRORS = [
     (["--max-tokens", "5000"], "max_length = 1024"),
     (["--temperature", "-1"], "temperature must be finite and >= 0, got -1.0"),
     (["--implementation", "magic"], "implementation must be one of"),
-    (["--implementation", "pallas"], "no kernel"),
+    (["--implementation", "pallas", "--kv-dtype", "int4"], "no kernel"),
     (["--kv-dtype", "int3"], "invalid choice: 'int3'"),
     (["--seed", "x"], "invalid int value: 'x'"),
 ]
