@@ -25,21 +25,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from timing import RESULTS, median_seconds
 
 import jax_turboattn as ta
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 H, K, D, PAGE = 32, 8, 128, 64
-
-
-def median_seconds(function, *arguments, repeats):
-    jax.block_until_ready(function(*arguments))
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        times.append(time.perf_counter() - start)
-    return float(np.median(times))
 
 
 def decode_inputs(batch, length, kv_dtype, dtype=jnp.float32):
@@ -132,7 +122,9 @@ def main():
         ("float8_e4m3fn", "cpu"),
     ):
         seconds, nbytes = decode(kv_dtype, implementation, batch, length, repeats)
-        rows.append(dict(kv_dtype=kv_dtype, implementation=implementation, ms=seconds * 1e3, gb_s=nbytes / seconds / 1e9))
+        rows.append(
+            dict(kv_dtype=kv_dtype, implementation=implementation, ms=seconds * 1e3, gb_s=nbytes / seconds / 1e9)
+        )
     by_name = {(r["kv_dtype"], r["implementation"]): r["ms"] for r in rows}
     lengths = (512, 2048) if args.quick else (1024, 4096, 16384)
     peaks = {
@@ -154,7 +146,9 @@ def main():
     print(f"decode {batch} x {length}, H {H}, K {K}, D {D}, on {record['processor']}, jax {record['jax']}")
     for r in rows:
         print(f"  {r['kv_dtype']:<14} {r['implementation']:<4} {r['ms']:8.2f} ms  {r['gb_s']:6.2f} GB/s")
-    print(f"cpu over xla, float32: {record['speedup_over_xla']:.2f}x; int8 takes {record['int8_over_float32']:.2f} of float32")
+    print(
+        f"cpu over xla, float32: {record['speedup_over_xla']:.2f}x; int8 takes {record['int8_over_float32']:.2f} of float32"
+    )
     print("peak memory beyond the cache, MB by context: " + ", ".join(f"{n}: {mb:.1f}" for n, mb in peaks.items()))
     print(f"dispatch: {overhead['decode']:.1f} us, a trivial function {overhead['trivial']:.1f} us")
     print(f"import: {record['import_s']:.3f} s beyond jax's own")

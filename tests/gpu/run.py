@@ -105,7 +105,17 @@ def stages(word: str) -> list[Stage]:
     """All stages, restricted to what `word` selects when it is not empty."""
     jobs = str(min(12, os.cpu_count() or 1))
     selected = ["-k", word] if word else []
-    pytest = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--tb=short", *selected]
+    pytest = [
+        PYTHON,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        "--tb=short",
+        *selected,
+    ]
     parallel = ["-n", jobs, "--dist", "worksteal"]  # workers keep runs of neighbours: one executable serves them
     conformance = {name: ROOT / f"tests/backends/test_conformance_{name}.py" for name in ("cuda", "pallas")}
     found = [
@@ -155,7 +165,9 @@ def build(end: float) -> tuple[dict, Outcome]:
     shutil.rmtree(SITE, ignore_errors=True)
     if prebuilt:
         modules = [*pathlib.Path(prebuilt).glob("_cpu*.so"), *pathlib.Path(prebuilt).glob("_cuda*.so")]
-        shutil.copytree(ROOT / "jax_turboattn", SITE / "jax_turboattn", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        shutil.copytree(
+            ROOT / "jax_turboattn", SITE / "jax_turboattn", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        )
         for module in modules:
             shutil.copy(module, SITE / "jax_turboattn")
         log.write_text(f"{len(modules)} modules of {prebuilt}\n")
@@ -268,7 +280,10 @@ def report(outcomes: list[Outcome], facts: dict, only: str) -> None:
                 log = SCRATCH / f"{outcome.name}.log"
                 if log.exists():
                     whole.write(f"==== {outcome.name}\n{log.read_text(errors='replace')}\n")
-    print(f"\n{facts.get('card', 'no card')}, jax {facts.get('jax')}, commit {facts.get('commit')}" + (f", only {only}" if only else ""))
+    print(
+        f"\n{facts.get('card', 'no card')}, jax {facts.get('jax')}, commit {facts.get('commit')}"
+        + (f", only {only}" if only else "")
+    )
     for outcome in outcomes:
         print(f"{outcome.name:<10} {outcome.result:<11} {outcome.seconds:6.0f} s  {outcome.detail}")
 

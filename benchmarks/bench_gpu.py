@@ -1,0 +1,209 @@
+"""The CUDA kernels on this host's GPU beside their peers: decode, prefill, chunked prefill from pages, append.
+
+    python benchmarks/bench_gpu.py [--quick] [--only decode|prefill|chunked|append|WORD] [--peers NAME,...] [--limit SECONDS]
+
+Prints a table with each time's ratio to the best JAX-callable peer of the same run and, for what is bound by bytes, to
+the read stream (decode) or the copy (append) measured in the same run; writes
+benchmarks/results/<date>_<card>_<what>.json, and the same file into the folder $OUT. A peer that is missing says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import sys
+import time
+
+sys.path.append(str(pathlib.Path(__file__).parent))  # for PYTHONSAFEPATH=1
+
+# Before jax starts: one graph a program, however short; no grab at the whole memory, which torch needs a part of.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_graph_min_graph_size=1".strip()
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import grid
+import jax
+import jax.numpy as jnp
+import peers
+import timing
+
+OWN = ("cuda", "pallas", "cuda dense")  # ours: not what we are compared with
+MEMORY_SHARE = 0.85  # of the card's memory that a case may take
+KINDS = {"decode": "read stream", "append": "copy"}  # what bounds it
+
+
+def ceilings(calls: int = 4) -> dict[str, float]:
+    """TB/s of a sum over 4 GiB, of an elementwise copy (read + written), and of cuDNN's dense decode of 4.3 GB."""
+    found = {}
+    limit = memory_limit()
+    size = min(4 << 30, int(limit / 8))
+    x = peers.random(0, (size // 2,))
+    seconds = timing.median_seconds(jax.jit(lambda x: jnp.sum(x, dtype=jnp.float32)), x, repeats=7)
+    found["sum"] = size / seconds / 1e12
+    seconds = timing.median_seconds(jax.jit(lambda x: x + 1), x, repeats=7)
+    found["copy"] = 2 * size / seconds / 1e12
+    del x
+    case = next(case for case in grid.DECODE if case.name == grid.CEILING)
+    if peers.memory(case) < MEMORY_SHARE * limit:
+        row = measure(case, "cudnn dense", dict(peers.works(case))["cudnn dense"], calls, single=False)
+        if "rate" in row:
+            found["cudnn decode"] = row["rate"]
+    found["read stream"] = max(found["sum"], found.get("cudnn decode", 0.0))
+    return found
+
+
+def memory_limit() -> float:
+    """Bytes that jax may take on the first device; all of them where it does not say (CPU)."""
+    statistics = jax.devices()[0].memory_stats() or {}
+    return statistics.get("bytes_limit", float("inf")) if "bytes_limit" in statistics else 8 << 30
+
+
+def measure(case, peer: str, make, calls: int, single: bool) -> dict:
+    """One row of the results: times and rate, or the reason why there are none."""
+    row = dict(kind=case.kind, case=case.name, peer=peer)
+    try:
+        times = timing.measure(make(), calls, single=single)
+    except (peers.Absent, NotImplementedError) as reason:
+        return row | dict(absent=str(reason))
+    except Exception as error:  # a peer that fails must not take the others with it
+        return row | dict(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    amount, unit = peers.amount(case)
+    return row | dict(
+        us=times.us,
+        stream_us=times.stream_us,
+        single_us=times.single_us,
+        compile_s=times.compile_s,
+        rate=amount / times.us * 1e6,
+        unit=unit,
+    )
+
+
+def chosen(only: str, quick: bool) -> list:
+    cases = [case for case in grid.ALL if case.quick or not quick]
+    kinds = {case.kind for case in cases}
+    if only in kinds:
+        return [case for case in cases if case.kind == only]
+    return [case for case in cases if only in f"{case.kind} {case.name}"]
+
+
+def add_ratios(rows: list[dict], ceiling: dict[str, float]) -> None:
+    """Adds to each timed row its speed over the best peer of its case, and over the ceiling of its kind."""
+    best: dict[str, float] = {}
+    for row in rows:
+        if "us" in row and row["peer"] not in OWN and not row.get("outside"):
+            best[row["case"]] = min(row["us"], best.get(row["case"], float("inf")))
+    for row in rows:
+        if "us" in row:
+            row["over_best_peer"] = best[row["case"]] / row["us"] if row["case"] in best else None
+            limit = ceiling.get(KINDS.get(row["kind"], ""))
+            row["of_ceiling"] = row["rate"] / limit if limit else None
+
+
+def print_row(row: dict) -> None:
+    """Rows appear as they are measured; what they compare with follows in the table at the end."""
+    what = (
+        f"{row['us']:9.1f} us {row['rate']:7.2f} {row['unit']}" if "us" in row else row.get("failed") or row["absent"]
+    )
+    print(f"  {row['kind']:<8} {row['case']:<32} {row['peer']:<13} {what[:100]}", flush=True)
+
+
+def print_table(rows: list[dict], ceiling: dict[str, float]) -> None:
+    print(
+        f"\n{'case':<34} {'peer':<13} {'us':>9} {'queued':>9} {'single':>9} {'rate':>7}         {'x peer':>6} {'x ceiling':>9}"
+    )
+    for row in rows:
+        if "us" not in row:
+            continue
+        single = f"{row['single_us']:9.1f}" if row["single_us"] else " " * 9
+        ratios = [f"{row[n]:.2f}" if row[n] else "" for n in ("over_best_peer", "of_ceiling")]
+        print(
+            f"{row['case']:<34} {row['peer']:<13} {row['us']:9.1f} {row['stream_us']:9.1f} {single} {row['rate']:7.2f} "
+            f"{row['unit']:<7} {ratios[0]:>6} {ratios[1]:>9}"
+        )
+    print("ceilings: " + ", ".join(f"{name} {rate:.2f} TB/s" for name, rate in ceiling.items()))
+
+
+def summary(rows: list[dict]) -> str:
+    """One line: the worst ratio of `cuda` by kind."""
+    parts = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        name = "of_ceiling" if kind in KINDS else "over_best_peer"
+        ratios = [row[name] for row in rows if row["kind"] == kind and row["peer"] == "cuda" and row.get(name)]
+        if ratios:
+            parts.append(f"{kind} {min(ratios):.2f}..{max(ratios):.2f} of {KINDS.get(kind, 'the best peer')}")
+    absent = sum("absent" in row and row["peer"] == "cuda" for row in rows)
+    failed = sum("failed" in row for row in rows)
+    return "; ".join(parts or ["no row of cuda"]) + f"; {absent} without a cuda kernel, {failed} failed"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="few rows, without the time of a single dispatched call")
+    parser.add_argument("--only", default="", help="a kind of rows, or a word in their names")
+    parser.add_argument("--peers", default="", help="names, separated by commas: `cuda,cudnn dense`; default all")
+    parser.add_argument("--limit", type=float, default=float(os.environ.get("LIMIT") or "inf"), help="seconds")
+    args = parser.parse_args()
+    end = time.monotonic() + args.limit
+    wanted = set(filter(None, args.peers.split(",")))
+    cases = chosen(args.only, args.quick)
+    if not cases:
+        print(f"no row has {args.only!r} in its name")
+        return 0
+    ours = [case for case in cases if case.kind == "prefill"]
+    torch = {}
+    if ours and not wanted:
+        torch = peers.torch_flash_attention(ours, min(60.0, args.limit / 3))  # before jax holds memory
+    record = timing.facts()
+    print(f"{record['card']}, driver {record['driver']}, jax {record['jax']}, commit {record['commit']}")
+    ceiling = ceilings()
+    rows: list[dict] = []
+    left_out = []
+    for case in cases:
+        if time.monotonic() > end:
+            left_out.append(case.name)
+            continue
+        rows += measure_case(case, wanted, quick=args.quick)
+        if case.name in torch:
+            rows.append(torch_row(case, torch[case.name]))
+            print_row(rows[-1])
+    add_ratios(rows, ceiling)
+    print_table(rows, ceiling)
+    if left_out:
+        print(f"not measured, out of time: {', '.join(left_out)}")
+    what = "-".join(filter(None, ["gpu", args.only.replace(" ", "-").replace("/", "-"), args.quick and "quick"]))
+    path = timing.write(record | dict(ceilings=ceiling, rows=rows, not_measured=left_out), what)
+    print(path)
+    print(summary(rows))
+    return 1 if any("failed" in row and row["peer"] in OWN for row in rows) else 0
+
+
+def measure_case(case, wanted: set[str], quick: bool) -> list[dict]:
+    """Rows of all peers of a case; the arrays of the case die with the call."""
+    if peers.memory(case) > MEMORY_SHARE * memory_limit():
+        row = dict(kind=case.kind, case=case.name, peer="cuda", absent=f"it needs {peers.memory(case) / 1e9:.0f} GB")
+        print_row(row)
+        return [row]
+    calls = 16 if case.kind == "decode" else 12
+    rows = []
+    for peer, make in peers.works(case):
+        if wanted and peer not in wanted:
+            continue
+        if quick and peer in ("fa3 4 splits", "xla"):
+            continue
+        # Plain jnp is slow to run and to compile: a short chain times it as well.
+        rows.append(measure(case, peer, make, 4 if peer == "xla" else calls, single=not quick))
+        print_row(rows[-1])
+    return rows
+
+
+def torch_row(case, result: float | str) -> dict:
+    """PyTorch's FlashAttention-2: an outside reference, timed on the device."""
+    row = dict(kind=case.kind, case=case.name, peer="torch fa2", outside=True)
+    if isinstance(result, str):
+        return row | dict(absent=result)
+    amount, unit = peers.amount(case)
+    return row | dict(us=result, stream_us=result, single_us=None, rate=amount / result * 1e6, unit=unit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

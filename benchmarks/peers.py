@@ -1,0 +1,353 @@
+"""Who is timed, and how each is called: our implementations, and what else can be called from JAX.
+
+`works(case)` yields (peer's name, function that makes its Work) for every peer that a case has; making it raises Absent,
+NotImplementedError or ImportError with the reason when the peer cannot run it here. All peers of a case read the same
+random keys and values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import json
+import math
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import grid
+import jax
+import jax.numpy as jnp
+import numpy as np
+from timing import Work
+
+import jax_turboattn as ta
+
+OURS = ("cuda", "pallas")
+CUDA_CALL = r'custom_call_target="turboattn_'
+PALLAS_CALL = r'custom_call_target="[^"]*(?:triton|mosaic)'
+CUDNN_CALL = r'custom_call_target="__cudnn'
+FA3_CALL = r'custom_call_target="flash_mha_fwd"'
+GATHER = r" gather\("
+ROTATED_BYTES = 400 << 20  # below this, several sets of keys and values take turns: the L2 cache holds 50 MB
+MAX_SETS = 16
+
+
+class Absent(Exception):
+    """Why a peer is not timed."""
+
+
+def pattern(implementation: str) -> str:
+    """What a call of ours looks like in the optimised HLO."""
+    found = {"cuda": CUDA_CALL, "cpu": CUDA_CALL, "pallas": PALLAS_CALL, "xla": GATHER}
+    return found[implementation.partition(":")[0]]
+
+
+def random(seed: int, shape: tuple[int, ...], dtype=jnp.bfloat16) -> jax.Array:
+    """N(0, 1) on the device. The generator of XLA: it compiles fast and needs no memory beside the result."""
+    return _normal(jax.random.key(seed, impl="rbg"), shape, jnp.dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key, shape, dtype):
+    if dtype == jnp.uint8:
+        return jax.random.randint(key, shape, 0, 256, jnp.int32).astype(jnp.uint8)
+    if dtype.itemsize == 1:  # fp8
+        return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
+    return jax.random.normal(key, shape, dtype)
+
+
+# ---- pages
+
+
+@dataclasses.dataclass
+class Pages:
+    """A pool for all sets of a paged case: random contents, shuffled tables."""
+
+    cache: ta.PagedKVCache
+    tables: list[jax.Array]  # one a set
+    lens: jax.Array
+
+    def dense(self, table: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Keys and values [B, S, K, D] of one set's tables, contiguous."""
+
+        @jax.jit
+        def contiguous(pool, table):
+            x = jnp.moveaxis(pool[table], 2, 3)  # [B, M, P, K, D]
+            return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+        return contiguous(self.cache.key, table), contiguous(self.cache.value, table)
+
+    def tokens_first(self) -> tuple[jax.Array, jax.Array]:
+        """The pool as [N, P, K, D], the layout of FlashAttention-3's pages."""
+        swap = jax.jit(lambda x: jnp.swapaxes(x, 1, 2))
+        return swap(self.cache.key), swap(self.cache.value)
+
+
+def pages(lens: tuple[int, ...], kv_heads: int, head_dim: int, page_size: int, kv_dtype: str) -> Pages:
+    """Random pages; as many sets as keep them out of the L2 cache."""
+    shape = jax.eval_shape(lambda: ta.PagedKVCache.create(1, kv_heads, head_dim, page_size=page_size, dtype=kv_dtype))
+    counts = [-(-n // page_size) for n in lens]
+    sets = max(1, min(MAX_SETS, math.ceil(ROTATED_BYTES / (shape.nbytes_per_token * sum(lens)))))
+    num_pages = sets * sum(counts)
+    rng = np.random.default_rng(0)
+    ids = rng.permutation(num_pages).astype(np.int32)
+    tables = []
+    for i in range(sets):
+        table = np.full((len(lens), max(counts)), -1, np.int32)  # beyond a sequence's end: unmapped
+        first = i * sum(counts)
+        for b, count in enumerate(counts):
+            table[b, :count] = ids[first : first + count]
+            first += count
+        tables.append(jnp.asarray(table))
+
+    def fill(seed, array):
+        if array is None:
+            return None
+        if array.shape[0] != 1 or array.ndim < 4:  # fp8: one scale a head
+            return jnp.ones(array.shape, array.dtype)
+        if array.shape[-1] == 2:  # (scale, zero): decoded values of about N(0, 1)'s size
+            scale = 0.02 if kv_dtype == "int8" else 0.35
+            pair = jnp.array([scale, -2.6], array.dtype)
+            return jnp.broadcast_to(pair, (num_pages, *array.shape[1:])) * (
+                1 + 0.01 * random(seed, (num_pages, 1, 1, 1))
+            )
+        return random(seed, (num_pages, *array.shape[1:]), array.dtype)
+
+    names = ("key", "value", "key_params", "value_params")
+    arrays = {n: fill(i, getattr(shape, n)) for i, n in enumerate(names)}
+    return Pages(dataclasses.replace(shape, **arrays), tables, jnp.array(lens, jnp.int32))
+
+
+# ---- decode
+
+
+def decode_works(case: grid.Decode) -> Iterator[tuple[str, Callable[[], Work]]]:
+    (H, K), D, B = case.heads, case.head_dim, len(case.lens)
+    data = pages(case.lens, K, D, case.page_size, case.kv_dtype)
+    query = random(100, (B, H, D))
+
+    def ours(implementation):
+        def call(query, cache, table):
+            return ta.paged_decode(query, cache, table, data.lens, implementation=implementation)
+
+        def moving(carry, cache, table):  # the gather of the same pages twice would be done once: tie it to the query
+            query, zero = carry
+            out = call(query, cache, table + zero)
+            return out, (out[0, 0, 0] > 1e30).astype(jnp.int32)
+
+        if implementation == "xla":
+            return Work(moving, (query, jnp.int32(0)), data.cache, tuple(data.tables), GATHER)
+        return Work(call, query, data.cache, tuple(data.tables), pattern(implementation))
+
+    def step(implementation):
+        rope = ta.RopeConfig(dim=D)
+        key, value = random(101, (B, K, D)), random(102, (B, K, D))
+        offsets = jnp.arange(B + 1, dtype=jnp.int32)
+
+        def call(carry, new, table):
+            query, cache = carry
+            return ta.paged_attention_step(
+                query, *new, cache, table, data.lens, offsets, rope=rope, max_q_len=1, implementation=implementation
+            )
+
+        carry = jax.tree.map(jnp.copy, (query, data.cache))  # donated: the other implementations need theirs
+        return Work(call, carry, (key, value), tuple(data.tables), pattern(implementation), donate=True)
+
+    def cudnn():
+        if case.kv_dtype != "bfloat16" or case.ragged:
+            raise Absent("a dense bfloat16 cache of one length only")
+
+        def call(query, _, item):
+            return jax.nn.dot_product_attention(query[:, None], *item, implementation="cudnn")[:, 0]
+
+        return Work(call, query, (), tuple(map(data.dense, data.tables)), CUDNN_CALL)
+
+    def fa3(splits):
+        module = flash_attn3(D, case.kv_dtype)
+
+        def call(query, pool, table):
+            return module.flash_mha_with_kvcache(
+                query[:, None], *pool, cache_seqlens=data.lens, page_table=table, num_splits=splits
+            )[:, 0]
+
+        tables = tuple(jnp.maximum(t, 0) for t in data.tables)
+        return Work(call, query, data.tokens_first(), tables, FA3_CALL)
+
+    for name in OURS:
+        yield name, functools.partial(step if case.fused else ours, name)
+    if case.fused:
+        return
+    yield "cudnn dense", cudnn
+    for splits in (1, 4, 16):
+        yield f"fa3 {splits} splits", functools.partial(fa3, splits)
+    if not case.ragged:  # it gathers B times the longest
+        yield "xla", functools.partial(ours, "xla")
+
+
+def flash_attn3(head_dim: int, kv_dtype: str = "bfloat16"):
+    """The FlashAttention-3 binding, if it is installed and can do this."""
+    if head_dim != 128 or kv_dtype != "bfloat16":
+        raise Absent("its wheel has head dim 128 and 16-bit caches only")
+    try:
+        return importlib.import_module("flash_attn3_jax")
+    except ImportError as error:
+        raise Absent(f"flash_attn3_jax: {error}") from error
+
+
+# ---- prefill
+
+
+def prefill_works(case: grid.Prefill) -> Iterator[tuple[str, Callable[[], Work]]]:
+    (H, K), D = case.heads, case.head_dim
+    query, key, value = (random(i, (case.batch, case.length, heads, D)) for i, heads in enumerate((H, K, K)))
+
+    def work(attend, seen):
+        return Work(lambda query, kv, _: attend(query, *kv), query, (key, value), ((),), seen)
+
+    def ours(implementation):
+        attend = functools.partial(ta.attention, is_causal=case.is_causal, implementation=implementation)
+        return work(attend, pattern(implementation))
+
+    def cudnn():
+        attend = functools.partial(jax.nn.dot_product_attention, is_causal=case.is_causal, implementation="cudnn")
+        return work(attend, CUDNN_CALL)
+
+    def fa3():
+        return work(functools.partial(flash_attn3(D).flash_mha, is_causal=case.is_causal), FA3_CALL)
+
+    yield "cuda", functools.partial(ours, "cuda")
+    yield "cudnn", cudnn
+    yield "fa3", fa3
+
+
+def chunked_works(case: grid.Chunked) -> Iterator[tuple[str, Callable[[], Work]]]:
+    (H, K), D, B, new = case.heads, case.head_dim, case.batch, case.new
+    length = case.history + new
+    data = pages((length,) * B, K, D, case.page_size, case.kv_dtype)
+    query = random(100, (B * new, H, D))
+    offsets = jnp.arange(B + 1, dtype=jnp.int32) * new
+
+    def ours(implementation):
+        def call(query, cache, table):
+            return ta.paged_attention(
+                query, cache, table, data.lens, offsets, max_q_len=new, implementation=implementation
+            )
+
+        return Work(call, query, data.cache, tuple(data.tables), pattern(implementation))
+
+    def dense():
+        if case.kv_dtype != "bfloat16":
+            raise Absent("bfloat16 only")
+
+        def call(query, _, item):
+            x = query.reshape(B, new, H, D)
+            out = ta.attention(x, *item, is_causal=True, query_offset=case.history, implementation="cuda")
+            return out.reshape(query.shape)
+
+        return Work(call, query, (), tuple(map(data.dense, data.tables)), CUDA_CALL)
+
+    def fa3():
+        module = flash_attn3(D, case.kv_dtype)
+
+        def call(query, pool, table):
+            x = query.reshape(B, new, H, D)
+            out = module.flash_mha_with_kvcache(
+                x, *pool, cache_seqlens=data.lens, page_table=table, is_causal=True, num_splits=1
+            )
+            return out.reshape(query.shape)
+
+        return Work(call, query, data.tokens_first(), tuple(data.tables), FA3_CALL)
+
+    for name in OURS:
+        yield name, functools.partial(ours, name)
+    yield "cuda dense", dense
+    yield "fa3", fa3
+
+
+# ---- append
+
+
+def append_works(case: grid.Append) -> Iterator[tuple[str, Callable[[], Work]]]:
+    B, new = case.sequences, case.tokens // case.sequences
+    key, value = (random(i, (B * new, case.kv_heads, case.head_dim)) for i in range(2))
+    offsets = jnp.arange(B + 1, dtype=jnp.int32) * new
+    rope = ta.RopeConfig(dim=case.head_dim)
+
+    def ours(implementation):
+        data = pages((new,) * B, case.kv_heads, case.head_dim, case.page_size, case.kv_dtype)
+
+        def call(cache, arrays, table):
+            return ta.append_kv(cache, *arrays, table, data.lens, offsets, rope=rope, implementation=implementation)
+
+        seen = r"scatter" if implementation == "xla" else pattern(implementation)
+        return Work(call, data.cache, (key, value), tuple(data.tables), seen, donate=True)
+
+    yield "cuda", functools.partial(ours, "cuda")
+    yield "xla", functools.partial(ours, "xla")
+
+
+WORKS = dict(decode=decode_works, prefill=prefill_works, chunked=chunked_works, append=append_works)
+
+
+def works(case) -> Iterator[tuple[str, Callable[[], Work]]]:
+    return WORKS[case.kind](case)
+
+
+# ---- how much work a case is
+
+
+def amount(case) -> tuple[float, str]:
+    """(TB or TFLOP of a case, its unit a second): K and V read once, visible pairs, or bytes read and written."""
+    if case.kind == "prefill":
+        pairs = case.length * (case.length + 1) / 2 if case.is_causal else case.length**2
+        return 4 * case.batch * case.heads[0] * case.head_dim * pairs / 1e12, "TFLOP/s"
+    if case.kind == "chunked":
+        pairs = case.new * case.history + case.new * (case.new + 1) / 2
+        return 4 * case.batch * case.heads[0] * case.head_dim * pairs / 1e12, "TFLOP/s"
+    kv_heads = case.kv_heads if case.kind == "append" else case.heads[1]
+    cache = jax.eval_shape(
+        lambda: ta.PagedKVCache.create(1, kv_heads, case.head_dim, page_size=case.page_size, dtype=case.kv_dtype)
+    )
+    if case.kind == "append":
+        return case.tokens * (4 * kv_heads * case.head_dim + cache.nbytes_per_token) / 1e12, "TB/s"
+    return sum(case.lens) * cache.nbytes_per_token / 1e12, "TB/s"
+
+
+def memory(case) -> float:
+    """Bytes that the largest peer of a case needs, roughly: ours, a second layout of K and V, and the queries."""
+    if case.kind == "prefill":
+        return 2 * case.batch * case.length * case.head_dim * (3 * case.heads[0] + 2 * case.heads[1])
+    if case.kind == "append":
+        return 3e12 * amount(case)[0]
+    tokens = sum(case.lens) if case.kind == "decode" else case.batch * (case.new + case.history)
+    one = tokens * 4 * case.heads[1] * case.head_dim
+    return 3 * max(one, min(MAX_SETS * one, ROTATED_BYTES))
+
+
+# ---- outside references
+
+
+def torch_flash_attention(cases: list[grid.Prefill], seconds: float) -> dict[str, float | str]:
+    """Microseconds of PyTorch's FlashAttention-2 by case name, or why not: a process of its own, with its own memory."""
+    shapes = [
+        dict(name=c.name, batch=c.batch, length=c.length, heads=c.heads, dim=c.head_dim, causal=c.is_causal)
+        for c in cases
+    ]
+    script = pathlib.Path(__file__).with_name("torch_peer.py")
+    try:
+        done = subprocess.run(
+            [sys.executable, str(script), json.dumps(shapes)],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {case.name: f"took more than {seconds:.0f} s" for case in cases}
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["no output"]
+        return {case.name: lines[-1][:200] for case in cases}
+    return json.loads(done.stdout.splitlines()[-1])

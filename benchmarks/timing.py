@@ -1,0 +1,159 @@
+"""Times of jitted calls, host facts, and files of results: what the benchmarks share."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+ROOT = RESULTS.parents[1]
+
+
+class Hoisted(Exception):
+    """The compiled program does not hold every call that it should: its time would mean nothing."""
+
+
+def median_seconds(function: Callable, *arguments: Any, repeats: int) -> float:
+    """Median wall time of `function(*arguments)` until its results are there, after one call that is not counted."""
+    jax.block_until_ready(function(*arguments))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is timed: `carry = call(carry, shared, item)`.
+
+    Attributes:
+      call: one call; its result takes the place of the query, so that calls form a chain and none can be left out.
+      carry: the first query (or query and cache).
+      shared: arrays that all calls read.
+      items: one set of inputs a call, used in turn: several, where one set would stay in the L2 cache.
+      pattern: what a call looks like in the optimised HLO.
+      donate: the carry is updated in place.
+    """
+
+    call: Callable[[Any, Any, Any], Any]
+    carry: Any
+    shared: Any
+    items: tuple[Any, ...]
+    pattern: str
+    donate: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Microseconds a call.
+
+    Attributes:
+      us: `calls` of them chained in one program, with the dispatch of that program: the median.
+      stream_us: the same program queued several times over, so that only the first dispatch shows.
+      single_us: a program of one call, from the host and back; None when not asked for.
+      compile_s: seconds to compile the chained program.
+    """
+
+    us: float
+    stream_us: float
+    single_us: float | None
+    compile_s: float
+
+
+def measure(work: Work, calls: int, repeats: int = 7, single: bool = True) -> Times:
+    """Times of a Work.
+
+    Raises:
+      Hoisted: the program holds fewer calls than it should.
+    """
+    start = time.perf_counter()
+    chain = compiled_chain(work, calls)
+    compile_s = time.perf_counter() - start
+    us, carry = _median_us(chain, work, work.carry, repeats)
+    queue = int(np.clip(5e3 / us, 2, 16))
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(queue):
+            carry = chain(carry, work.shared, work.items)
+        jax.block_until_ready(carry)
+        times.append((time.perf_counter() - start) / queue * 1e6)
+    single_us = None
+    if single:
+        single_us, _ = _median_us(compiled_chain(work, 1), work, carry, 3 * repeats)
+    return Times(us / calls, float(np.median(times)) / calls, single_us, compile_s)
+
+
+def compiled_chain(work: Work, calls: int) -> Callable:
+    """`calls` calls, unrolled in one program: XLA captures it as one graph, and a loop body of microseconds is not timed."""
+
+    def chain(carry, shared, items):
+        for i in range(calls):
+            carry = work.call(carry, shared, items[i % len(items)])
+        return carry
+
+    jitted = jax.jit(chain, donate_argnums=(0,) if work.donate else ())
+    compiled = jitted.lower(work.carry, work.shared, work.items).compile()
+    found = len(re.findall(work.pattern, compiled.as_text()))
+    if found < calls:
+        raise Hoisted(f"{found} of {calls} calls are in the program (looked for {work.pattern})")
+    return compiled
+
+
+def _median_us(program: Callable, work: Work, carry: Any, repeats: int) -> tuple[float, Any]:
+    """Median time of a program, and a carry that is still alive. The first call is not counted."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        result = jax.block_until_ready(program(carry, work.shared, work.items))
+        times.append(time.perf_counter() - start)
+        if work.donate:
+            carry = result
+    return float(np.median(times[1:])) * 1e6, carry
+
+
+# ---- the host and its results
+
+
+def facts() -> dict[str, Any]:
+    """Card, driver, versions, commit. COMMIT names the commit where the tree came without its history."""
+    device = jax.devices()[0]
+
+    def output(*command):
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return "unknown"
+
+    driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+    return dict(
+        date=datetime.date.today().isoformat(),
+        card=device.device_kind,
+        driver=driver,
+        jax=jax.__version__,
+        xla_flags=os.environ.get("XLA_FLAGS", ""),
+        commit=os.environ.get("COMMIT") or output("git", "rev-parse", "--short", "HEAD"),
+    )
+
+
+def write(record: dict[str, Any], what: str) -> pathlib.Path:
+    """Writes results/<date>_<card>_<what>.json, and the same file into the folder OUT when that is set."""
+    card = re.sub(r"[^a-z0-9]+", "-", record["card"].lower()).strip("-")
+    name = f"{record['date']}_{card}_{what}.json"
+    text = json.dumps(record, indent=1) + "\n"
+    for folder in filter(None, (RESULTS, os.environ.get("OUT"))):
+        pathlib.Path(folder, name).write_text(text)
+    return RESULTS / name
