@@ -138,6 +138,11 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def _padded(dim: int) -> int:
+    """A head dim as a matrix product of Triton's wants it."""
+    return _power_of_two(max(dim, 16))
+
+
 def _padded_group(spec: AttnSpec) -> int:
     """Query heads a kv head, padded to a power of two: Triton's tensors have such shapes only."""
     return _power_of_two(spec.num_q_heads // spec.num_kv_heads)
@@ -239,7 +244,7 @@ def _attend(call: _Call, ref, sequence, tile, kv_head) -> None:
     alive = (lo + token < hi) & (member < group)
     row_end = jnp.where(alive, jnp.minimum(end + token, kv_end), -BOUND)
     row_first = first + token
-    q, _ = _read(ref.query, (lo + token, head), spec.head_dim, alive)
+    q = _read(ref.query, (lo + token, head), spec.head_dim, alive)
 
     # The keys that the tile sees, in blocks that start at multiples of the block's size.
     token_first = lax.div(tile * size.rows, padded_group)
@@ -247,33 +252,28 @@ def _attend(call: _Call, ref, sequence, tile, kv_head) -> None:
     keys_first = jnp.maximum(first + token_first, 0)
     keys_end = jnp.minimum(end + token_last, kv_end)
 
-    def block(i):
-        """(keys, values, which rows see which of them) of block i."""
-        start = i * size.keys
-        position = start + lax.iota(jnp.int32, size.keys)
-        inside = (position >= keys_first) & (position < keys_end)
-        if size.keys <= spec.page_size:  # all on one page
+    def keys(start, count):
+        """Where keys start <= s < start + count lie in the pools, which of them exist, and which rows see which."""
+        position = start + lax.iota(jnp.int32, count)
+        exists = (position >= keys_first) & (position < keys_end)
+        if count <= spec.page_size:  # all on one page
             page = ref.page_table[sequence, lax.div(start, spec.page_size)]
-            slot = lax.rem(start, spec.page_size) + lax.iota(jnp.int32, size.keys)
+            slot = lax.rem(start, spec.page_size) + lax.iota(jnp.int32, count)
         else:
             column, slot = lax.div(position, spec.page_size), lax.rem(position, spec.page_size)
-            entries = ref.page_table.at[jnp.full_like(column, sequence), column]
-            page = triton.load(entries, mask=inside, other=-1)
-        inside &= (page >= 0) & (page < call.num_pages)
-        where = (layer, page, kv_head, slot)
-        key, value = (
-            _read_cache(call, getattr(ref, f"{name}_cache"), getattr(ref, f"{name}_params", None), where, dim, inside)
-            for name, dim in (("key", spec.head_dim), ("value", spec.value_dim))
-        )
-        visible = inside[None] & (position[None] < row_end[:, None])
+            page = triton.load(ref.page_table.at[jnp.full_like(column, sequence), column], mask=exists, other=-1)
+        exists &= (page >= 0) & (page < call.num_pages)
+        visible = exists[None] & (position[None] < row_end[:, None])
         if "window" in spec.operands:
             visible &= position[None] >= row_first[:, None]
-        return key, value, visible
+        return (layer, page, kv_head, slot), exists, visible
 
-    def step(i, carry):
-        """Folds block i into (top, total, sums) and, where they are carried, the sightings of Inf and NaN values."""
-        top, total, sums, *sightings = carry
-        key, value, visible = block(i)
+    def step(i, carry, finite_values):
+        """Folds block i into (top, total, sums)."""
+        top, total, sums = carry
+        where, exists, visible = keys(i * size.keys, size.keys)
+        key = _read_cache(call, ref, "key", where, exists)
+        value = _read_cache(call, ref, "value", where, exists)
         x = _dot(q, key, transposed=True) * spec.scale
         if spec.logits_soft_cap is not None:
             x = spec.logits_soft_cap * jnp.tanh(x / spec.logits_soft_cap)
@@ -282,30 +282,37 @@ def _attend(call: _Call, ref, sequence, tile, kv_head) -> None:
         origin = jnp.where(new_top == -jnp.inf, 0.0, new_top)
         p = jnp.exp2((x - origin[:, None]) * LOG2_E)
         shrink = jnp.exp2((top - origin) * LOG2_E)
-        if sightings:
-            wide = value.astype(jnp.float32)
-            odd = (~(wide < jnp.inf), ~(wide > -jnp.inf))  # NaN is both
-            sees = visible.astype(dtype)
-            sightings = [seen + _dot(sees, o.astype(dtype)) for seen, o in zip(sightings, odd)]
-            value = jnp.where(odd[0] | odd[1], jnp.zeros_like(value), value)
+        if finite_values:
+            value = jnp.where(jnp.abs(value.astype(jnp.float32)) < jnp.inf, value, jnp.zeros_like(value))
         sums = sums * shrink[:, None] + _dot(p.astype(dtype), value)
-        return new_top, total * shrink + jnp.sum(p, axis=1), sums, *sightings
+        return new_top, total * shrink + jnp.sum(p, axis=1), sums
 
-    def walk(*sightings):
-        sums = jnp.zeros((size.rows, _power_of_two(max(spec.value_dim, 16))), jnp.float32)
-        start = jnp.full(size.rows, -jnp.inf), jnp.zeros(size.rows), sums, *(sums for _ in sightings)
-        return lax.fori_loop(lax.div(keys_first, size.keys), lax.div(keys_end + size.keys - 1, size.keys), step, start)
+    def walk(finite_values):
+        start = (
+            jnp.full(size.rows, -jnp.inf, jnp.float32),
+            jnp.zeros(size.rows, jnp.float32),
+            jnp.zeros((size.rows, _padded(spec.value_dim)), jnp.float32),
+        )
+        blocks = lax.div(keys_first, size.keys), lax.div(keys_end + size.keys - 1, size.keys)
+        return lax.fori_loop(*blocks, functools.partial(step, finite_values=finite_values), start)
 
-    top, total, sums = walk()
+    def add_infinities(s, sums):
+        """What the value of key s does to the rows that see it, if it is NaN or Inf."""
+        where, exists, visible = keys(s, 1)
+        value = _read_cache(call, ref, "value", where, exists).astype(jnp.float32)
+        return sums + jnp.where(visible & ~(jnp.abs(value) < jnp.inf), value, 0.0)
+
+    top, total, sums = walk(finite_values=False)
     # Values that no row of the tile sees were read as zeros. One that some rows see and others do not may be NaN or
-    # Inf, and 0 * NaN is NaN: where any sum is not finite, the tile is done again with such values apart.
+    # Inf, and 0 * NaN is NaN: where any sum is not finite, the tile is done again without such values, which are then
+    # added where they are seen. One by one: a block of them takes registers that the loop above would miss.
     broken = jnp.max(jnp.where(jnp.abs(sums) < jnp.inf, 0, 1))
-
-    def again(_):
-        _, _, sums, up, down = walk("up", "down")
-        return sums + jnp.where(up > 0, jnp.inf, 0.0) + jnp.where(down > 0, -jnp.inf, 0.0)
-
-    sums = lax.cond(broken > 0, again, lambda sums: sums, sums)
+    sums = lax.cond(
+        broken > 0,
+        lambda sums: lax.fori_loop(keys_first, keys_end, add_infinities, walk(finite_values=True)[2]),
+        lambda sums: sums,
+        sums,
+    )
 
     # As in `xla._finish`.
     empty = total == 0
@@ -326,7 +333,7 @@ def _attend(call: _Call, ref, sequence, tile, kv_head) -> None:
 
 def _rows_at(where: tuple[Any, ...], dim: int, exists: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """The index of rows [n, dim padded to what Triton takes] of an array at `where` (scalars, [n]), and its mask."""
-    padded = _power_of_two(max(dim, 16))
+    padded = _padded(dim)
     shape = (exists.shape[0], padded)
     column = lax.broadcasted_iota(jnp.int32, shape, 1)
     index = tuple(jnp.broadcast_to(x[:, None] if jnp.ndim(x) else x, shape) for x in where)
@@ -334,15 +341,17 @@ def _rows_at(where: tuple[Any, ...], dim: int, exists: jax.Array) -> tuple[tuple
     return (*index, column), mask if dim == padded else mask & (column < dim)
 
 
-def _read(ref, where: tuple[Any, ...], dim: int, exists: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _read(array, where: tuple[Any, ...], dim: int, exists: jax.Array) -> jax.Array:
     """Rows [n, padded dim] at `where`, zeros where they do not exist and past `dim`."""
     at, mask = _rows_at(where, dim, exists)
-    return load()[1].load(ref.at[at], mask=mask, other=jnp.zeros((), ref.dtype)), mask
+    return load()[1].load(array.at[at], mask=mask, other=jnp.zeros((), array.dtype))
 
 
-def _read_cache(call: _Call, cache, params, where: tuple[Any, ...], dim: int, exists: jax.Array) -> jax.Array:
-    """Rows [n, padded dim] of a pool in E, zeros where `exists` [n] is False."""
-    rows, mask = _read(cache, where, dim, exists)
+def _read_cache(call: _Call, ref, name: str, where: tuple[Any, ...], exists: jax.Array) -> jax.Array:
+    """Keys or values [n, padded dim] in E, zeros where they do not exist."""
+    dim = call.spec.head_dim if name == "key" else call.spec.value_dim
+    rows = _read(getattr(ref, f"{name}_cache"), where, dim, exists)
+    params = getattr(ref, f"{name}_params", None)
     if params is None:
         return rows
     triton = load()[1]
@@ -360,8 +369,7 @@ def _read_cache(call: _Call, cache, params, where: tuple[Any, ...], dim: int, ex
     x = jnp.where(x > most, most, x)
     if call.interpret:  # XLA would drop a rounding that is undone at once
         x = quant.round_to(x, dtype)
-    x = x.astype(dtype)
-    return x if mask is None else jnp.where(mask, x, jnp.zeros_like(x))
+    return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 1) < dim, x, 0.0).astype(dtype)
 
 
 def _dot(a: jax.Array, b: jax.Array, transposed: bool = False) -> jax.Array:
