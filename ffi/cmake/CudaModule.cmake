@@ -25,12 +25,16 @@ nanobind_add_module(_cuda NB_STATIC
   ffi/module_cuda.cc
   ${TURBOATTN_CORE_SOURCES}
   ffi/handlers/append_kv.cc
+  ffi/handlers/attention.cc
   ffi/handlers/copy_pages.cc
   ffi/handlers/gather_kv.cc
   ffi/handlers/handlers.cc
   ffi/handlers/merge_partials.cc
   ffi/handlers/operands.cc
+  ffi/handlers/paged_attention.cc
+  ffi/handlers/paged_attention_step.cc
   ffi/handlers/paged_operands.cc
+  ffi/handlers/ragged_attention.cc
   ${CMAKE_BINARY_DIR}/gen/registry_table.cc)
 foreach(_family IN LISTS TURBOATTN_FAMILIES)
   if(TURBOATTN_SOURCES_${_family})

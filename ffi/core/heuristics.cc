@@ -14,7 +14,7 @@ constexpr int64_t kMaxRowTile = 16;
 
 PagedPlan PlanPaged(const PagedShape& shape) {
   PagedPlan plan;
-  if (shape.batch == 0 || shape.num_tokens == 0 || shape.num_heads == 0) return plan;
+  if (shape.num_tokens == 0 || shape.num_heads == 0) return plan;  // without sequences, decode writes the empty rows
   const int64_t group = shape.num_heads / shape.num_kv_heads;
   plan.decode_q_len = std::max<int64_t>(1, kMaxRowTile / group);
   if (shape.uniform_q_len > 0) {
@@ -32,13 +32,14 @@ PagedPlan PlanPaged(const PagedShape& shape) {
   if (!plan.runs_decode) return plan;
   if (shape.batch_invariant) {
     const int64_t row_tiles = CeilDiv(plan.decode_q_len * group, plan.row_tile);
-    const int64_t splits = std::min(kMaxInvariantSplits, CeilDiv(shape.max_keys, kInvariantSplit));
-    plan.slots = shape.batch * shape.num_kv_heads * row_tiles * std::max<int64_t>(1, splits);
+    // A run of keys starts and ends with a block that may be partly empty, and there can be two runs.
+    const int64_t splits = std::min(kMaxInvariantSplits, CeilDiv(shape.max_keys + 4 * kDecodeKeys, kInvariantSplit));
+    plan.slots = shape.batch * shape.num_kv_heads * row_tiles * splits;
   } else {
     plan.slots = 2 * kMaxDecodeBlocks;
   }
   const int64_t slot_floats = plan.row_tile * (shape.value_dim + 2);
-  plan.workspace_bytes = plan.slots * (kSlotInts + slot_floats) * 4;
+  plan.workspace_bytes = kWorkspaceHeader + plan.slots * (kSlotInts + slot_floats) * 4;
   return plan;
 }
 

@@ -34,6 +34,8 @@ struct PagedPlan {
 // Blocks of a decode grid never exceed this, whatever the card: the workspace holds two partial results of each.
 constexpr int64_t kMaxDecodeBlocks = 512;
 
+constexpr int kDecodeKeys = 64;  // keys a block of the flat list
+
 // batch_invariant: keys are cut at multiples of InvariantSplit(keys of the sequence), a multiple of kInvariantSplit, in
 // at most kMaxInvariantSplits parts; it depends on the sequence alone.
 constexpr int64_t kInvariantSplit = 1024;
@@ -47,7 +49,9 @@ constexpr int64_t InvariantSplit(int64_t keys) {
   return kInvariantSplit * (keys > parts ? (keys + parts - 1) / parts : 1);
 }
 
-// A slot: float O[row_tile, Dv], max[row_tile], sum[row_tile]; all slots follow one int32[kSlotInts] for each.
+// The workspace: int64 number of slots in use; at kWorkspaceHeader, int32[slots, kSlotInts] that describe them; then
+// float O[row_tile, Dv], max[row_tile], sum[row_tile] of each slot.
+constexpr int64_t kWorkspaceHeader = 128;  // bytes
 constexpr int64_t kSlotInts = 8;
 
 PagedPlan PlanPaged(const PagedShape& shape);

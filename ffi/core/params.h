@@ -10,6 +10,8 @@
 
 #include <cstdint>
 
+#include "core/heuristics.h"
+
 namespace turboattn {
 
 // Element types of arrays. kInt4 is two codes a byte, in the nibble order of kernels/common/kv_codec.h.
@@ -168,7 +170,8 @@ struct PagedAttentionParams {
   DType out_dtype = DType::kFloat32;  // E or float32
   int64_t num_heads = 0;              // H
   bool batch_invariant = false;
-  Workspace workspace;  // of split keys; core/heuristics.h has its size
+  PagedPlan plan;       // CUDA: which kernel takes which sequence
+  Workspace workspace;  // plan.workspace_bytes
 };
 
 // attention (dense) and ragged_attention: keys and values are plain arrays.

@@ -11,12 +11,10 @@ std::vector<std::pair<const char*, void*>> Handlers() {
       entry("turboattn_gather_kv_v1", TurboattnGatherKv),
       entry("turboattn_copy_pages_v1", TurboattnCopyPages),
       entry("turboattn_merge_partials_v1", TurboattnMergePartials),
-#if defined(TURBOATTN_CPU)
       entry("turboattn_attention_v1", TurboattnAttention),
       entry("turboattn_ragged_attention_v1", TurboattnRaggedAttention),
       entry("turboattn_paged_attention_v1", TurboattnPagedAttention),
       entry("turboattn_paged_attention_step_v1", TurboattnPagedAttentionStep),
-#endif
   };
 }
 

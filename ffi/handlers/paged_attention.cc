@@ -15,8 +15,9 @@ ffi::Error PagedAttention(Context context, ffi::RemainingArgs args, ffi::Remaini
   const ScoreParams score = ReadScore(operands, attributes.is_causal, attributes.scale, attributes.logits_soft_cap);
   PagedAttentionParams params = ReadPagedAttention(operands, cache, seqs, score, rows);
   params.batch_invariant = attributes.batch_invariant;
+  PlanWorkspace(operands, &params);
   if (!operands.ok()) return operands.error();
-  return Launch(context, PagedDesc(params), params);
+  return LaunchPaged(context, params);
 }
 
 }  // namespace

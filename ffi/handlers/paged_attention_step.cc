@@ -19,10 +19,11 @@ ffi::Error PagedAttentionStep(Context context, ffi::RemainingArgs args, ffi::Rem
   attention.prologue.bias = operands.Optional("query_bias", "H D", {XlaType(append.bias_dtype)});
   attention.prologue.logn = attributes.logn;
   attention.prologue.logn_zero_based = attributes.logn_zero_based;
+  PlanWorkspace(operands, &attention);
   if (!operands.ok()) return operands.error();
   const ffi::Error appended = Launch(context, AppendDesc(append), append);
   if (appended.failure()) return appended;
-  return Launch(context, PagedDesc(attention), attention);
+  return LaunchPaged(context, attention);
 }
 
 }  // namespace

@@ -178,9 +178,28 @@ PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache
   return params;
 }
 
-KernelDesc PagedDesc(const PagedAttentionParams& params) {
-  const Phase phase = params.seqs.num_tokens > params.seqs.batch ? Phase::kPrefill : Phase::kDecode;
-  return {phase, "", params.cache.dtype, params.cache.kv_dtype, params.cache.head_dim, params.cache.value_dim};
+void PlanWorkspace(Operands& operands, PagedAttentionParams* params) {
+  const Sequences& seqs = params->seqs;
+  if (!operands.ok()) return;
+  params->plan = PlanPaged({seqs.batch, seqs.num_tokens, seqs.uniform_q_len, params->num_heads,
+                            params->cache.num_kv_heads, params->cache.value_dim,
+                            (seqs.max_pages + seqs.num_prefix_pages) * params->cache.page_size,
+                            params->batch_invariant});
+  params->workspace = operands.ScratchResult(params->plan.workspace_bytes);
+}
+
+ffi::Error LaunchPaged(Context context, const PagedAttentionParams& params) {
+  KernelDesc desc = {Phase::kPrefill,        "", params.cache.dtype, params.cache.kv_dtype, params.cache.head_dim,
+                     params.cache.value_dim};
+#if defined(TURBOATTN_CUDA)
+  if (params.plan.runs_decode) {
+    desc.phase = Phase::kDecode;
+    const ffi::Error decoded = Launch(context, desc, params);
+    if (decoded.failure() || !params.plan.runs_prefill) return decoded;
+    desc.phase = Phase::kPrefill;
+  }
+#endif
+  return Launch(context, desc, params);
 }
 
 void RefuseOperands(Operands& operands, std::initializer_list<const char*> names) {

@@ -50,7 +50,11 @@ void CheckHeads(Operands& operands, int64_t num_heads, int64_t num_kv_heads);
 PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache, const Sequences& seqs,
                                         const ScoreParams& score, const std::string& query_rows);
 
-KernelDesc PagedDesc(const PagedAttentionParams& params);
+// On CUDA: which kernels run, and their workspace, the call's last result.
+void PlanWorkspace(Operands& operands, PagedAttentionParams* params);
+
+// One kernel on the CPU; on CUDA those of params.plan.
+ffi::Error LaunchPaged(Context context, const PagedAttentionParams& params);
 
 // Refuses operands that no kernel of this module takes.
 void RefuseOperands(Operands& operands, std::initializer_list<const char*> names);

@@ -15,11 +15,15 @@ set(TURBOATTN_TARGETS_sm80 80-real 90-real 80-virtual)          # mma m16n8k16 +
 set(TURBOATTN_TARGETS_sm90 90a-real)                            # wgmma + TMA: this card and no other
 
 # The words of a row, what they are in core/desc.h and core/params.h, and the dtypes' long names.
-set(TURBOATTN_PHASES append copy_pages gather merge)
+set(TURBOATTN_PHASES append attention copy_pages decode gather merge prefill)
+set(TURBOATTN_FOLDER_attention prefill)  # plain arrays and pages: one kernel; any other phase's folder has its name
 set(TURBOATTN_ENUM_append kAppend)
+set(TURBOATTN_ENUM_attention kAttention)
 set(TURBOATTN_ENUM_copy_pages kCopyPages)
+set(TURBOATTN_ENUM_decode kDecode)
 set(TURBOATTN_ENUM_gather kGather)
 set(TURBOATTN_ENUM_merge kMerge)
+set(TURBOATTN_ENUM_prefill kPrefill)
 set(TURBOATTN_Q_DTYPES fp32 bf16 fp16 any)
 set(TURBOATTN_KV_DTYPES fp32 bf16 fp16 int8 int4 fp8 any)
 set(TURBOATTN_DTYPE_any std::nullopt)
@@ -46,7 +50,21 @@ set(TURBOATTN_KERNEL_MATRIX
   "append|simt|any|any|fp16|int4"
   "append|simt|any|any|fp16|fp8"
 
+  "attention|sm80|64|64|bf16|bf16"
+  "attention|sm80|64|64|fp16|fp16"
+  "attention|sm80|128|128|bf16|bf16"
+  "attention|sm80|128|128|fp16|fp16"
+
   "copy_pages|simt|any|any|any|any"
+
+  "decode|sm80|64|64|bf16|bf16"
+  "decode|sm80|64|64|bf16|int8"
+  "decode|sm80|64|64|fp16|fp16"
+  "decode|sm80|64|64|fp16|int8"
+  "decode|sm80|128|128|bf16|bf16"
+  "decode|sm80|128|128|bf16|int8"
+  "decode|sm80|128|128|fp16|fp16"
+  "decode|sm80|128|128|fp16|int8"
 
   "gather|simt|any|any|bf16|bf16"
   "gather|simt|any|any|bf16|int8"
@@ -60,4 +78,13 @@ set(TURBOATTN_KERNEL_MATRIX
   "merge|simt|any|any|fp32|fp32"
   "merge|simt|any|any|bf16|bf16"
   "merge|simt|any|any|fp16|fp16"
+
+  "prefill|sm80|64|64|bf16|bf16"
+  "prefill|sm80|64|64|bf16|int8"
+  "prefill|sm80|64|64|fp16|fp16"
+  "prefill|sm80|64|64|fp16|int8"
+  "prefill|sm80|128|128|bf16|bf16"
+  "prefill|sm80|128|128|bf16|int8"
+  "prefill|sm80|128|128|fp16|fp16"
+  "prefill|sm80|128|128|fp16|int8"
 )

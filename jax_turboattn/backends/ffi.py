@@ -19,10 +19,13 @@ import jax.export
 import numpy as np
 
 from ..spec import (
+    KV_DTYPES,
+    QUERY_DTYPES,
     AppendSpec,
     AttnSpec,
     CopySpec,
     GatherSpec,
+    MergeSpec,
     Spec,
     StepSpec,
     written_caches,
@@ -113,7 +116,7 @@ def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     return [jax.export.DisabledSafetyCheck.custom_call(target(op)) for op in OPS]
 
 
-_CPU_MISSING = {
+_MISSING = {
     "bias": "a dense bias runs on xla only",
     "mask": "a dense mask runs on xla only",
 }
@@ -126,24 +129,51 @@ def supports(spec: Spec, platform: str, family: str | None = None) -> str | None
         return loaded.reason
     if target(spec.op) not in loaded.targets:
         return f"the {platform} module has no kernel for {spec.op}"
-    if platform == "cuda":
-        reason = _cuda_missing(spec, family)
-        return reason
-    for operand, reason in _CPU_MISSING.items():
+    for operand, reason in _MISSING.items():
         if operand in spec.operands:
             return reason
-    return None
+    return _cuda_missing(spec, family) if platform == "cuda" else None
+
+
+_ATTENTION_PHASES = ("attention", "prefill", "decode")  # of kernel_matrix.cmake: those that come in families
 
 
 def _cuda_missing(spec: Spec, family: str | None) -> str | None:
-    if family is not None:
-        return f"no kernel of family {family} takes {spec.op}"
-    dtype = spec.out_dtype if isinstance(spec, GatherSpec) else getattr(spec, "dtype", None)
-    if dtype == "float32":
-        return "the CUDA kernels take bfloat16 and float16, not float32"
-    for size in ("head_dim", "value_dim"):
-        if getattr(spec, size, 0) % 8:
-            return f"the CUDA kernels take a {size} that is a multiple of 8, not {getattr(spec, size)}"
+    """Why the CUDA module has no kernel for `spec`: what its table of kernels does not offer."""
+    if isinstance(spec, StepSpec):
+        return _cuda_missing(spec.append, family) or _cuda_missing(spec.attn, family)
+    if isinstance(spec, GatherSpec):
+        dtype, kv_dtype, phases = spec.out_dtype, spec.kv_dtype, ("gather",)
+        if spec.out_dtype == "float32":
+            return "the CUDA kernels take bfloat16 and float16, not float32"
+    elif isinstance(spec, AttnSpec):
+        paged = spec.op == "paged_attention"
+        dtype, kv_dtype = spec.dtype, spec.kv_dtype if paged else spec.dtype
+        phases = ("prefill", "decode") if paged else ("attention",)
+        if spec.shared_value:
+            return "the CUDA attention kernels have no MLA (values that are columns of the keys)"
+    elif isinstance(spec, AppendSpec):
+        dtype, kv_dtype, phases = spec.dtype, spec.kv_dtype, ("append",)
+    elif isinstance(spec, MergeSpec):
+        dtype, kv_dtype, phases = spec.dtype, spec.dtype, ("merge",)
+    else:
+        dtype, kv_dtype, phases = None, None, ("copy_pages",)
+    head_dim, value_dim = getattr(spec, "head_dim", None), getattr(spec, "value_dim", None)
+    if not isinstance(spec, MergeSpec) and ((head_dim or 0) % 8 or (value_dim or 0) % 8):
+        return f"the CUDA kernels take rows of a multiple of 8 elements, not head_dim {head_dim}, value_dim {value_dim}"
+    wanted = dict(head_dim=head_dim, value_dim=value_dim, dtype=dtype, kv_dtype=kv_dtype)
+    if isinstance(spec, GatherSpec) and kv_dtype in KV_DTYPES and kv_dtype not in QUERY_DTYPES:
+        wanted.pop("dtype")  # a quantised cache decodes to the type of its parameters, an operand
+    for phase in phases:
+        offered = [
+            kernel
+            for kernel in load("cuda").module.kernels()
+            if kernel["phase"] == phase and (phase not in _ATTENTION_PHASES or family in (None, kernel["family"]))
+        ]
+        if not any(all(kernel[n] in (None, x) for n, x in wanted.items() if x is not None) for kernel in offered):
+            of_family = f"{family} " if family else ""
+            said = ", ".join(f"{n} {x}" for n, x in wanted.items() if x is not None)
+            return f"the CUDA module has no {of_family}{phase} kernel for {said}"
     return None
 
 

@@ -1,0 +1,124 @@
+// Thin wrappers of the PTX that the sm80 family is built from: asynchronous copies, ldmatrix, mma m16n8k16.
+//
+// Fragment layouts of m16n8k16 (lane = threadIdx.x % 32, g = lane / 4, c = lane % 4):
+//   A [16 x 16]: a0 (g, 2c..2c+1)  a1 (g+8, 2c..)  a2 (g, 2c+8..)  a3 (g+8, 2c+8..)
+//   B [16 x 8]:  b0 (2c..2c+1, g)  b1 (2c+8.., g)
+//   C [16 x 8]:  c0 (g, 2c)  c1 (g, 2c+1)  c2 (g+8, 2c)  c3 (g+8, 2c+1)
+// ldmatrix.x4 reads four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8, and
+// gets (row g, columns 2c, 2c+1) of each, with .trans (rows 2c, 2c+1, column g).
+#ifndef TURBOATTN_KERNELS_COMMON_PTX_CUH_
+#define TURBOATTN_KERNELS_COMMON_PTX_CUH_
+
+#include <cstdint>
+
+#include "kernels/common/dtypes.h"
+
+namespace turboattn {
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// 16 bytes from global to shared memory; zeros when !valid, and `from` is then not read (but must be a legal address).
+__device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+
+// The same for 4 bytes.
+__device__ __forceinline__ void CopyAsync4(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
+}
+
+__device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most kPending groups of this thread's copies are in flight.
+template <int kPending>
+__device__ __forceinline__ void WaitCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void LoadMatrix4(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void LoadMatrix4Transposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The transpose of an 8 x 8 matrix of 16-bit elements held as (row g, columns 2c, 2c+1).
+__device__ __forceinline__ uint32_t TransposeMatrix(uint32_t x) {
+  uint32_t y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// c += a * b
+template <class E>
+__device__ __forceinline__ void Mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
+template <>
+__device__ __forceinline__ void Mma<bf16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void Mma<fp16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two floats, each rounded to E (half to even), `low` in the low half.
+template <class E>
+__device__ __forceinline__ uint32_t Pack(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t Pack<bf16>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+template <>
+__device__ __forceinline__ uint32_t Pack<fp16>(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// Whether a half of the packed pair is Inf or NaN.
+template <class E>
+__device__ __forceinline__ bool HasNonFinite(uint32_t packed);
+template <>
+__device__ __forceinline__ bool HasNonFinite<bf16>(uint32_t packed) {
+  return (packed & 0x7f80u) == 0x7f80u || (packed & 0x7f800000u) == 0x7f800000u;
+}
+template <>
+__device__ __forceinline__ bool HasNonFinite<fp16>(uint32_t packed) {
+  return (packed & 0x7c00u) == 0x7c00u || (packed & 0x7c000000u) == 0x7c000000u;
+}
+
+// 2^x, within 2 ulp; 0 for -Inf.
+__device__ __forceinline__ float Exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Where 16-byte chunk `chunk` of row `row` lies in a tile of rows of kChunks chunks: chunks of eight consecutive rows
+// fall into different banks, as ldmatrix needs, without padding.
+template <int kChunks>
+__device__ __forceinline__ int SwizzledChunk(int row, int chunk) {
+  static_assert(kChunks == 4 || kChunks == 8 || kChunks == 16);
+  return row * kChunks + (chunk ^ (kChunks == 4 ? (row >> 1) & 3 : row & 7));
+}
+
+}  // namespace turboattn
+
+#endif  // TURBOATTN_KERNELS_COMMON_PTX_CUH_

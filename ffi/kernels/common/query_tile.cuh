@@ -1,0 +1,98 @@
+// Loads a tile of query rows into shared memory, after the fused step's prologue where there is one.
+#ifndef TURBOATTN_KERNELS_COMMON_QUERY_TILE_CUH_
+#define TURBOATTN_KERNELS_COMMON_QUERY_TILE_CUH_
+
+#include <cstdint>
+
+#include "core/params.h"
+#include "kernels/common/chunk.cuh"
+#include "kernels/common/ptx.cuh"
+#include "kernels/common/rope.h"
+#include "kernels/common/score.cuh"
+
+namespace turboattn {
+
+// log(p + 1) / log(m) for tokens past the trained length m, else 1.
+__device__ inline float LognFactor(const QueryPrologue& prologue, int64_t token, int64_t sequence_position) {
+  if (prologue.logn == 0) return 1.f;
+  const RopeParams& rope = prologue.rope;
+  const int64_t position = rope.positions != nullptr ? rope.positions[token * rope.position_axes] : sequence_position;
+  const int64_t reached = prologue.logn_zero_based ? position : position + 1;
+  if (reached <= prologue.logn) return 1.f;
+  return static_cast<float>(log(static_cast<double>(reached)) / log(static_cast<double>(prologue.logn)));
+}
+
+__device__ inline const QueryPrologue* PrologueOf(const PagedAttentionParams& params) {
+  const QueryPrologue& prologue = params.prologue;
+  return prologue.bias != nullptr || prologue.rope.dim != 0 || prologue.logn != 0 ? &prologue : nullptr;
+}
+__device__ inline const QueryPrologue* PrologueOf(const LinearAttentionParams&) { return nullptr; }
+
+// Bias, RoPE and logn on the rows of a tile in shared memory, in float32 with one rounding at the end. An item is a pair
+// of rotated columns, or a column that is not rotated, of kRowsPerItem consecutive rows: the heads of a token share its
+// angle. Reads and writes of an item are its own.
+template <class E, int kRows, int kDim>
+__device__ void ApplyPrologue(const QueryPrologue& prologue, int64_t b, const TileRows<kRows>& tile, int rows,
+                              E* s_query) {
+  constexpr int kRowsPerItem = 8;
+  const RopeParams& rope = prologue.rope;
+  const int pairs = rope.dim / 2, columns = pairs + kDim - rope.dim;
+  const auto element = [&](int r, int d) -> E& {
+    return s_query[SwizzledChunk<kDim / kChunk>(r, d / kChunk) * kChunk + d % kChunk];
+  };
+  const auto load = [&](int r, int d) {
+    const float x = ToFloat(element(r, d));
+    if (prologue.bias == nullptr) return x;
+    const int64_t i = static_cast<int64_t>(tile.head[r]) * kDim + d;
+    return AddRn(x, prologue.bias_dtype == DType::kFloat32 ? static_cast<const float*>(prologue.bias)[i]
+                                                           : ToFloat(static_cast<const E*>(prologue.bias)[i]));
+  };
+  for (int item = threadIdx.x; item < columns * (kRows / kRowsPerItem); item += blockDim.x) {
+    const int column = item % columns, first = item / columns * kRowsPerItem;
+    const int last = first + kRowsPerItem < rows ? first + kRowsPerItem : rows;
+    int64_t turned = -1;
+    SinCos turn = {1.f, 0.f};
+    float logn = 1.f;
+    for (int r = first; r < last; ++r) {
+      if (tile.token[r] != turned) {
+        turned = tile.token[r];
+        if (column < pairs) turn = RopeSinCos(rope, b, column, turned, tile.position[r]);
+        logn = LognFactor(prologue, turned, tile.position[r]);
+      }
+      if (column < pairs) {
+        const int d0 = static_cast<int>(RopeFirst(rope, column)), d1 = static_cast<int>(RopeSecond(rope, column));
+        float x0 = load(r, d0), x1 = load(r, d1);
+        RopeRotate(turn, &x0, &x1);
+        element(r, d0) = FromFloat<E>(logn == 1.f ? x0 : MulRn(x0, logn));
+        element(r, d1) = FromFloat<E>(logn == 1.f ? x1 : MulRn(x1, logn));
+      } else {
+        const int d = column - pairs < rope.offset ? column - pairs : column - pairs + rope.dim;
+        const float x = load(r, d);
+        element(r, d) = FromFloat<E>(logn == 1.f ? x : MulRn(x, logn));
+      }
+    }
+  }
+}
+
+// Rows 0 .. kRows - 1 of the tile into s_query, [kRows][kDim] E with swizzled chunks; rows past `rows` are zeros. By the
+// whole block; ends with __syncthreads().
+template <class E, int kRows, int kDim, class Params>
+__device__ void LoadQueryTile(const Params& params, int64_t b, const TileRows<kRows>& tile, int rows, E* s_query) {
+  constexpr int kChunks = kDim / kChunk;
+  for (int i = threadIdx.x; i < kRows * kChunks; i += blockDim.x) {
+    const int r = i / kChunks, chunk = i % kChunks;
+    Chunk<E> x = {};
+    if (r < rows)
+      x = LoadChunk<E>(params.query, (tile.token[r] * params.num_heads + tile.head[r]) * kDim + chunk * kChunk);
+    StoreChunk(s_query, SwizzledChunk<kChunks>(r, chunk) * kChunk, x);
+  }
+  __syncthreads();
+  if (const QueryPrologue* prologue = PrologueOf(params)) {
+    ApplyPrologue<E, kRows, kDim>(*prologue, b, tile, rows, s_query);
+    __syncthreads();
+  }
+}
+
+}  // namespace turboattn
+
+#endif  // TURBOATTN_KERNELS_COMMON_QUERY_TILE_CUH_

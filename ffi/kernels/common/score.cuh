@@ -1,0 +1,208 @@
+// From dot products to softmax exponents, and which row sees which key: what the prefill and decode kernels share.
+#ifndef TURBOATTN_KERNELS_COMMON_SCORE_CUH_
+#define TURBOATTN_KERNELS_COMMON_SCORE_CUH_
+
+#include <cstdint>
+
+#include "core/params.h"
+#include "kernels/common/dtypes.h"
+#include "kernels/common/sequence.cuh"
+#include "kernels/common/softmax.h"
+
+namespace turboattn {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// exp(score) = 2^(x * to_log2): in the plain case x is the dot product itself, so that scaling costs nothing; where
+// scores are modified, x is the score in natural units.
+struct ScoreRule {
+  float scale;
+  float soft_cap;
+  float to_log2;
+  bool modified;
+};
+
+__device__ inline ScoreRule MakeScoreRule(const ScoreParams& score) {
+  const float to_log2 = score.scale * kLog2E;
+  // The running maximum is one of the dot products themselves: that needs a positive factor that is a normal number.
+  const bool plain = score.soft_cap == 0.f && score.alibi_slopes == nullptr && to_log2 >= 0x1p-126f &&
+                     IsFinite(to_log2);
+  return {score.scale, score.soft_cap, plain ? to_log2 : kLog2E, !plain};
+}
+
+__device__ __forceinline__ float ModifyScore(const ScoreRule& rule, float dot, float slope, float distance) {
+  float x = dot * rule.scale;
+  if (rule.soft_cap != 0.f) x = rule.soft_cap * tanhf(x / rule.soft_cap);
+  return slope != 0.f ? x - slope * distance : x;
+}
+
+// What is known of each row of a tile, in shared memory.
+template <int kRows>
+struct TileRows {
+  int lo[kRuns][kRows];  // keys [lo, hi) of a run that the row sees; empty for rows past the tile's last
+  int hi[kRuns][kRows];
+  int64_t position[kRows];
+  int64_t token[kRows];  // row of the query array, without the head axis
+  int head[kRows];       // query head
+  float slope[kRows];
+  int segment[kRows];
+};
+
+__device__ inline const int32_t* SegmentsOfQueries(const LinearAttentionParams& params) { return params.segment_ids_q; }
+__device__ inline const int32_t* SegmentsOfQueries(const PagedAttentionParams&) { return nullptr; }
+// Segment ids of sequence b's keys; null without segments.
+__device__ inline const int32_t* SegmentsOfKeys(const LinearAttentionParams& params, int64_t b) {
+  return params.segment_ids_kv != nullptr ? params.segment_ids_kv + b * params.num_keys : nullptr;
+}
+__device__ inline const int32_t* SegmentsOfKeys(const PagedAttentionParams&, int64_t) { return nullptr; }
+
+// Rows [first_row, first_row + rows) of sequence `view`, kv head `head`: row r is (token r / group, query head
+// head * group + r % group). Filled by the whole block; __syncthreads() before use.
+template <int kRows, class Params>
+__device__ void FillTileRows(const Params& params, const SequenceView& view, int64_t head, int64_t first_row, int rows,
+                             TileRows<kRows>* tile) {
+  const int group = static_cast<int>(params.num_heads / KvHeadsOf(params));
+  for (int r = threadIdx.x; r < kRows; r += blockDim.x) {
+    const int64_t i = (first_row + r) / group;
+    const int query_head = static_cast<int>(head * group + (first_row + r) % group);
+    const bool exists = r < rows && i < view.q_len;  // dense rows past query_lens see nothing
+    for (int run = 0; run < kRuns; ++run) {
+      const RunRange seen = exists ? view.UnionOf(run, i, i) : RunRange{0, 0};
+      tile->lo[run][r] = seen.lo;
+      tile->hi[run][r] = seen.hi;
+    }
+    tile->position[r] = view.position + i;
+    tile->token[r] = view.first_token + i;
+    tile->head[r] = query_head;
+    tile->slope[r] = exists && params.score.alibi_slopes != nullptr ? params.score.alibi_slopes[query_head] : 0.f;
+    tile->segment[r] = exists && SegmentsOfQueries(params) != nullptr ? SegmentsOfQueries(params)[view.first_token + i] : 0;
+  }
+}
+
+// A block of kKeys keys of one run, and how to ask whether a row sees one of them.
+struct KeyBlockView {
+  KeyRun run;
+  int run_index;
+  int first_key;
+  uint32_t mapped;              // bit g: keys first_key + 8 g .. + 7 lie on a mapped page
+  const int32_t* key_segments;  // by key; null without segments
+  const uint8_t* tree;          // [rows of the query array, tree_columns]; null without one
+  int64_t tree_columns;
+  int64_t tree_start;  // position of column 0
+};
+
+template <int kRows>
+__device__ __forceinline__ bool Sees(const TileRows<kRows>& tile, int row, const KeyBlockView& block, int key) {
+  const int j = block.first_key + key;
+  if (j < tile.lo[block.run_index][row] || j >= tile.hi[block.run_index][row]) return false;
+  if ((block.mapped >> (key >> 3) & 1u) == 0) return false;
+  if (block.key_segments != nullptr && block.key_segments[j] != tile.segment[row]) return false;
+  if (block.tree != nullptr) {
+    const int64_t column = block.run.Position(j) - block.tree_start;
+    if (column >= 0 && (column >= block.tree_columns || block.tree[tile.token[row] * block.tree_columns + column] == 0))
+      return false;
+  }
+  return true;
+}
+
+// |p - s| of a row and a key, for ALiBi.
+template <int kRows>
+__device__ __forceinline__ float Distance(const TileRows<kRows>& tile, int row, const KeyBlockView& block, int key) {
+  const int64_t distance = tile.position[row] - block.run.Position(block.first_key + key);
+  return static_cast<float>(distance < 0 ? -distance : distance);
+}
+
+// The end of a row: from the softmax state in exponents of 2 (`max` = running maximum times to_log2, -Inf: no key) to
+// the factor of its unnormalised value sum and its lse.
+struct RowEnd {
+  float factor;
+  float lse;
+};
+
+__device__ inline RowEnd EndRow(float max, float sum, const float* sinks, int head) {
+  if (sum == 0.f) return {0.f, sinks != nullptr ? sinks[head] : -Infinity()};
+  SoftmaxState state = {max * kLn2, sum};
+  const float weight = sinks != nullptr ? AddSink(&state, sinks[head]) : 1.f;
+  return {weight * InverseSum(state), LogSumExp(state)};
+}
+
+// Writes zeros and -Inf to rows of the packed query array that no sequence owns. Warp `warp` of `warps`.
+template <class Params>
+__device__ void FillUnownedRows(const Params& params, int64_t warp, int64_t warps) {
+  const int32_t* ranges = QueryRanges(params);
+  if (ranges == nullptr) return;
+  const int lane = threadIdx.x % 32;
+  const int64_t rows = QueryRows(params), heads = params.num_heads;
+  const int64_t row_words = heads * ValueDimOf(params) / (params.out_dtype == DType::kFloat32 ? 4 : 8);  // of 16 bytes
+  for (int64_t row = warp; row < rows; row += warps) {
+    bool owned = false;
+    for (int64_t b = lane; b < BatchOf(params); b += 32) {
+      const TokenRange range = ClampRange(ranges, b, rows);
+      owned = owned || (row >= range.lo && row < range.hi);
+    }
+    if (__any_sync(~0u, owned)) continue;
+    for (int64_t i = lane; i < row_words; i += 32) static_cast<uint4*>(params.out)[row * row_words + i] = {0, 0, 0, 0};
+    for (int64_t h = lane; h < heads; h += 32) params.lse[row * heads + h] = -Infinity();
+  }
+}
+
+// Finds a tile by its number, when sequence b has count(b) of them (count <= 0: none), in the order of sequences. Run by
+// the whole block of kThreads threads; every thread gets the result. found.b == BatchOf(params): there is no such tile.
+struct FoundTile {
+  int64_t b;
+  int64_t index;  // within the sequence
+};
+
+template <int kThreads, class Count>
+__device__ FoundTile FindTile(int64_t batch, int64_t number, Count count) {
+  constexpr int kWarps = kThreads / 32;
+  __shared__ int64_t s_sums[kWarps];
+  __shared__ FoundTile s_found;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) s_found = {batch, 0};
+  int64_t before = 0;  // tiles of the sequences before this round's
+  for (int64_t base = 0; base < batch; base += kThreads) {
+    const int64_t b = base + threadIdx.x;
+    const int64_t mine = b < batch ? count(b) : 0;
+    int64_t sum = mine;
+    for (int step = 1; step < 32; step *= 2) {
+      const int64_t other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
+    }
+    __syncthreads();  // the last round's sums have been read
+    if (lane == 31) s_sums[warp] = sum;
+    __syncthreads();
+    int64_t start = before + sum - mine;
+    for (int w = 0; w < kWarps; ++w) {
+      if (w < warp) start += s_sums[w];
+      before += s_sums[w];
+    }
+    if (number >= start && number < start + mine) s_found = {b, number - start};
+    if (number < before) break;
+  }
+  __syncthreads();
+  const FoundTile found = s_found;
+  __syncthreads();
+  return found;
+}
+
+// Sum of count(b) over all sequences; the whole block.
+template <int kThreads, class Count>
+__device__ int64_t SumOverSequences(int64_t batch, Count count) {
+  constexpr int kWarps = kThreads / 32;
+  __shared__ int64_t s_sums[kWarps];
+  int64_t sum = 0;
+  for (int64_t b = threadIdx.x; b < batch; b += kThreads) sum += count(b);
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (threadIdx.x % 32 == 0) s_sums[threadIdx.x / 32] = sum;
+  __syncthreads();
+  sum = 0;
+  for (int w = 0; w < kWarps; ++w) sum += s_sums[w];
+  __syncthreads();
+  return sum;
+}
+
+}  // namespace turboattn
+
+#endif  // TURBOATTN_KERNELS_COMMON_SCORE_CUH_

@@ -1,0 +1,239 @@
+// Paged attention of few query rows over many keys: persistent blocks over one flat list of work, and the merge of units
+// whose keys more than one block took in.
+//
+// A unit is (sequence, kv head, tile of rows). Its keys are cut in blocks of kDecodeKeys; all units' blocks follow each
+// other in one list, cut in equal parts over the grid, so a long sequence among short ones keeps no block waiting.
+// Batch-invariant calls cut each unit at fixed multiples instead, and deal these parts out. A part that is a whole unit
+// writes its rows; others leave (O, max, sum) in a slot of the workspace, and Merge puts the slots of a unit together in
+// their order.
+#ifndef TURBOATTN_KERNELS_DECODE_KERNEL_CUH_
+#define TURBOATTN_KERNELS_DECODE_KERNEL_CUH_
+
+#include "core/heuristics.h"
+#include "kernels/decode/mainloop_sm80.cuh"
+
+namespace turboattn::decode {
+
+// What a slot says of itself. parts == 0: it is not the first of its unit, or not in use.
+struct SlotInfo {
+  int parts;      // slots of the unit: this one, then first_next, first_next + step, ...
+  int first_next;
+  int step;
+  int rows;
+  int b;
+  int head;       // kv head
+  int first_row;  // row of the sequence, 32 bits: decode sequences are short
+  int unused;
+};
+static_assert(sizeof(SlotInfo) == kSlotInts * sizeof(int32_t));
+
+struct WorkspaceView {
+  int64_t* slots_in_use;
+  SlotInfo* info;
+  float* data;
+
+  __device__ explicit WorkspaceView(const PagedAttentionParams& params) {
+    char* base = static_cast<char*>(params.workspace.data);
+    slots_in_use = reinterpret_cast<int64_t*>(base);
+    info = reinterpret_cast<SlotInfo*>(base + kWorkspaceHeader);
+    data = reinterpret_cast<float*>(info + params.plan.slots);
+  }
+};
+
+template <int kRows, int kDim>
+constexpr int64_t kSlotFloats = kRows * (kDim + 2);
+
+// Four neighbouring columns.
+template <class E>
+__device__ __forceinline__ void StoreFour(void* out, DType out_dtype, int64_t element, float4 x) {
+  if (out_dtype == DType::kFloat32) {
+    *reinterpret_cast<float4*>(static_cast<float*>(out) + element) = x;
+  } else {
+    *reinterpret_cast<uint2*>(static_cast<E*>(out) + element) = {Pack<E>(x.x, x.y), Pack<E>(x.z, x.w)};
+  }
+}
+
+// A sequence's share of the flat list.
+struct Share {
+  int64_t units;   // kv heads x tiles of rows
+  int blocks;      // of a unit, at least 1
+  int part_blocks; // of a part; 0: parts are cut by the grid
+  __device__ int parts() const { return part_blocks == 0 ? blocks : (blocks + part_blocks - 1) / part_blocks; }
+  // Length in the list: blocks, or parts when these are fixed.
+  __device__ int64_t cost() const { return units * parts(); }
+};
+
+template <int kRows>
+__device__ Share ShareOf(const PagedAttentionParams& params, int64_t b) {
+  const TokenRange range = QueryRange(params.seqs, b);
+  const int64_t q_len = range.hi - range.lo;
+  if (q_len == 0 || q_len > params.plan.decode_q_len) return {0, 1, 0};
+  const int64_t group = params.num_heads / params.cache.num_kv_heads;
+  const SequenceView view = ViewSequence(params, b);
+  const BlockList<kDecodeKeys> list(view, 0, q_len - 1);
+  const int blocks = list.total() > 0 ? list.total() : 1;
+  const int part =
+      params.batch_invariant ? static_cast<int>(InvariantSplit(static_cast<int64_t>(blocks) * kDecodeKeys) / kDecodeKeys) : 0;
+  return {params.cache.num_kv_heads * ((q_len * group + kRows - 1) / kRows), blocks, part};
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 2) DecodeSm80(const __grid_constant__ PagedAttentionParams params) {
+  using E = typename Traits::E;
+  constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kThreads = Traits::kThreads;
+  extern __shared__ __align__(128) unsigned char s_bytes[];
+  SharedSm80<Traits>& shared = *reinterpret_cast<SharedSm80<Traits>*>(s_bytes);
+  const WorkspaceView workspace(params);
+  const int64_t batch = params.seqs.batch, group = params.num_heads / params.cache.num_kv_heads;
+  const bool fixed_parts = params.batch_invariant;
+
+  const auto cost = [&](int64_t b) { return ShareOf<kRows>(params, b).cost(); };
+  const int64_t total = SumOverSequences<kThreads>(batch, cost);
+  const int64_t blocks = total < gridDim.x ? total : gridDim.x;  // that have work
+  const auto begin_of = [&](int64_t block) { return block * total / blocks; };
+
+  // Slots of this block that no part will claim say so; slots of other parts are set when their part is.
+  if (threadIdx.x == 0) {
+    if (blockIdx.x == 0) *workspace.slots_in_use = fixed_parts ? total : 2 * static_cast<int64_t>(gridDim.x);
+    if (!fixed_parts) workspace.info[2 * blockIdx.x] = workspace.info[2 * blockIdx.x + 1] = SlotInfo{};
+  }
+
+  if (blockIdx.x < blocks) {
+    int64_t position = begin_of(blockIdx.x);
+    const int64_t end = begin_of(blockIdx.x + 1);
+    const FoundTile found = FindTile<kThreads>(batch, position, cost);
+    int64_t b = found.b, offset = found.index;
+    while (position < end) {
+      const Share share = ShareOf<kRows>(params, b);
+      if (offset >= share.cost()) {
+        ++b;
+        offset = 0;
+        continue;
+      }
+      const int64_t unit = offset / share.parts();
+      const int within = static_cast<int>(offset % share.parts());
+      const int first_block = fixed_parts ? within * share.part_blocks : within;
+      int num_blocks = share.blocks - first_block;
+      if (fixed_parts) {
+        num_blocks = min(num_blocks, share.part_blocks);
+      } else if (num_blocks > end - position) {
+        num_blocks = static_cast<int>(end - position);
+      }
+      const int64_t head = unit % params.cache.num_kv_heads, tile = unit / params.cache.num_kv_heads;
+      const TokenRange range = QueryRange(params.seqs, b);
+      const int64_t q_len = range.hi - range.lo, first_row = tile * kRows;
+      const int rows = static_cast<int>(q_len * group - first_row < kRows ? q_len * group - first_row : kRows);
+
+      __syncthreads();  // the part before this one has been read
+      const SequenceView view = ViewSequence(params, b);
+      if (threadIdx.x == 0) {
+        shared.view = view;
+        shared.blocks = BlockList<kDecodeKeys>(view, 0, q_len - 1);
+      }
+      FillTileRows<kRows>(params, view, head, first_row, rows, &shared.rows);
+      __syncthreads();
+      LoadQueryTile<E, kRows, kDim>(params, b, shared.rows, rows, shared.query);
+
+      // A sequence without a key to see has one block in the list and none here.
+      const int keyed = shared.blocks.total() == 0 ? 0 : num_blocks;
+      MainloopSm80<Traits> mainloop(params, shared, b, head, first_block, keyed, q_len > 1 || view.has_tree);
+      mainloop.Run();
+      __syncthreads();  // the rings become the exchange buffer
+      mainloop.Publish();
+      __syncthreads();
+
+      const bool whole = num_blocks == share.blocks;
+      const int64_t slot = fixed_parts ? position : 2 * static_cast<int64_t>(blockIdx.x) + (within == 0 ? 1 : 0);
+      float* partial = workspace.data + slot * kSlotFloats<kRows, kDim>;
+      if (threadIdx.x == 0 && !whole) {
+        SlotInfo info = {0, 0, 1, rows, static_cast<int>(b), static_cast<int>(head), static_cast<int>(first_row), 0};
+        if (within == 0 && fixed_parts) {
+          info.parts = share.parts();
+          info.first_next = static_cast<int>(slot + 1);
+        } else if (within == 0) {
+          // The unit goes on in slot 0 of each following block that begins before its end.
+          info.parts = 1;
+          for (int64_t next = blockIdx.x + 1; next < blocks && begin_of(next) < position + share.blocks; ++next) ++info.parts;
+          info.first_next = static_cast<int>(2 * (blockIdx.x + 1));
+          info.step = 2;
+        }
+        workspace.info[slot] = info;
+      }
+      if (threadIdx.x == 0 && whole && fixed_parts) workspace.info[slot] = SlotInfo{};
+      const WarpResults<Traits>& results = shared.results;
+      for (int i = threadIdx.x; i < kRows * (kDim / 4); i += kThreads) {
+        const int row = i / (kDim / 4), d = i % (kDim / 4) * 4;
+        float max = -Infinity(), sum = 0.f;
+        for (int w = 0; w < kWarps; ++w) max = fmaxf(max, results.max[w][row]);
+        float4 x = {0.f, 0.f, 0.f, 0.f};
+        for (int w = 0; w < kWarps; ++w) {
+          const float weight = results.max[w][row] == -Infinity() ? 0.f : Exp2(results.max[w][row] - max);
+          const float4 o = *reinterpret_cast<const float4*>(&results.o[w][row][d]);
+          sum += weight * results.sum[w][row];
+          x = {x.x + weight * o.x, x.y + weight * o.y, x.z + weight * o.z, x.w + weight * o.w};
+        }
+        if (row >= rows) continue;
+        if (whole) {
+          const RowEnd end_of_row = EndRow(max, sum, params.score.sinks, shared.rows.head[row]);
+          const int64_t out_row = shared.rows.token[row] * params.num_heads + shared.rows.head[row];
+          const float f = end_of_row.factor;
+          StoreFour<E>(params.out, params.out_dtype, out_row * kDim + d, {x.x * f, x.y * f, x.z * f, x.w * f});
+          if (d == 0) params.lse[out_row] = end_of_row.lse;
+        } else {
+          *reinterpret_cast<float4*>(partial + row * kDim + d) = x;
+          if (d == 0) {
+            partial[kRows * kDim + row] = max;
+            partial[kRows * kDim + kRows + row] = sum;
+          }
+        }
+      }
+      const int64_t taken = fixed_parts ? 1 : num_blocks;
+      position += taken;
+      offset += taken;
+    }
+  }
+  FillUnownedRows(params, static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32,
+                  static_cast<int64_t>(gridDim.x) * kWarps);
+}
+
+// One block a row: the partial results of its unit's slots, in their order. Grid-stride over (slot, row).
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kDim / 4) MergeSm80(const __grid_constant__ PagedAttentionParams params) {
+  constexpr int kRows = Traits::kRows, kDim = Traits::kDim;
+  const WorkspaceView workspace(params);
+  const int64_t items = *workspace.slots_in_use * kRows;
+  const int64_t group = params.num_heads / params.cache.num_kv_heads;
+  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
+    const int64_t slot = item / kRows;
+    const int row = static_cast<int>(item % kRows), d = threadIdx.x * 4;
+    const SlotInfo info = workspace.info[slot];
+    if (info.parts == 0 || row >= info.rows) continue;
+    const auto part = [&](int i) {
+      const int64_t at = i == 0 ? slot : info.first_next + static_cast<int64_t>(i - 1) * info.step;
+      return workspace.data + at * kSlotFloats<kRows, kDim>;
+    };
+    float max = -Infinity(), sum = 0.f;
+    for (int i = 0; i < info.parts; ++i) max = fmaxf(max, part(i)[kRows * kDim + row]);
+    float4 x = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 4
+    for (int i = 0; i < info.parts; ++i) {
+      const float* data = part(i);
+      const float part_max = data[kRows * kDim + row];
+      const float weight = part_max == -Infinity() ? 0.f : Exp2(part_max - max);
+      const float4 o = *reinterpret_cast<const float4*>(data + row * kDim + d);
+      sum += weight * data[kRows * kDim + kRows + row];
+      x = {x.x + weight * o.x, x.y + weight * o.y, x.z + weight * o.z, x.w + weight * o.w};
+    }
+    const int64_t r = info.first_row + row;
+    const int64_t token = QueryRange(params.seqs, info.b).lo + r / group, head = info.head * group + r % group;
+    const RowEnd end = EndRow(max, sum, params.score.sinks, static_cast<int>(head));
+    const int64_t out_row = token * params.num_heads + head;
+    StoreFour<typename Traits::E>(params.out, params.out_dtype, out_row * kDim + d,
+                                  {x.x * end.factor, x.y * end.factor, x.z * end.factor, x.w * end.factor});
+    if (d == 0) params.lse[out_row] = end.lse;
+  }
+}
+
+}  // namespace turboattn::decode
+
+#endif  // TURBOATTN_KERNELS_DECODE_KERNEL_CUH_

@@ -1,0 +1,47 @@
+// Grids and shared memory of the decode kernels.
+#ifndef TURBOATTN_KERNELS_DECODE_LAUNCH_CUH_
+#define TURBOATTN_KERNELS_DECODE_LAUNCH_CUH_
+
+#include <algorithm>
+
+#include "core/cuda_launch.h"
+#include "kernels/decode/kernel.cuh"
+
+namespace turboattn::decode {
+
+template <class Traits>
+cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(SharedSm80<Traits>);
+  const auto kernel = &DecodeSm80<Traits>;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  int device = 0, multiprocessors = 0, resident = 0;
+  if (error == cudaSuccess) error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, Traits::kThreads, kBytes);
+  }
+  if (error != cudaSuccess) return error;
+  const int blocks = static_cast<int>(std::min<int64_t>(static_cast<int64_t>(multiprocessors) * resident, kMaxDecodeBlocks));
+  if (blocks == 0) return cudaErrorInvalidConfiguration;
+  kernel<<<blocks, Traits::kThreads, kBytes, stream>>>(params);
+  error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  const int64_t slots = params.batch_invariant ? params.plan.slots : 2 * blocks;
+  MergeSm80<Traits><<<static_cast<int>(std::min<int64_t>(slots * Traits::kRows, 8 * multiprocessors)), Traits::kDim / 4,
+                      0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+template <DType kE, DType kKv, int kHeadDim>
+cudaError_t Launch(const PagedAttentionParams& params, cudaStream_t stream) {
+  if (params.workspace.bytes < params.plan.workspace_bytes) return cudaErrorInvalidValue;
+  if (params.seqs.num_tokens == 0 || params.num_heads == 0) return cudaSuccess;
+  return params.plan.row_tile == 8 ? LaunchTile<TraitsSm80<kE, kKv, kHeadDim, 8>>(params, stream)
+                                   : LaunchTile<TraitsSm80<kE, kKv, kHeadDim, 16>>(params, stream);
+}
+
+}  // namespace turboattn::decode
+
+#endif  // TURBOATTN_KERNELS_DECODE_LAUNCH_CUH_

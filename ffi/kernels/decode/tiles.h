@@ -1,0 +1,23 @@
+// Tile sizes of the decode kernels. Measured choices go here and nowhere else.
+#ifndef TURBOATTN_KERNELS_DECODE_TILES_H_
+#define TURBOATTN_KERNELS_DECODE_TILES_H_
+
+#include "core/heuristics.h"
+
+namespace turboattn::decode {
+
+// sm80: 4 warps, each with its own 16 keys of a block of 64 and its own ring, so that nothing but the end of a unit needs
+// a block-wide barrier.
+constexpr int kWarps = 4;
+constexpr int kWarpKeys = kDecodeKeys / kWarps;
+static_assert(kWarpKeys == 16, "the rows of one m16 tile");
+
+// Steps in a warp's ring, by the bytes of a stored row: K and V of 16 keys are 32 rows. Little's law: 3 TB/s times about
+// 700 ns over 132 SMs is 16 KB in flight on each; two blocks of 4 warps with 2 steps of 8 KB on their way have 128 KB.
+// A block's ring must stay below 100 KB so that two fit.
+template <int kStoredBytes>
+constexpr int kStages = kStoredBytes == 256 ? 3 : kStoredBytes == 128 ? 6 : 8;
+
+}  // namespace turboattn::decode
+
+#endif  // TURBOATTN_KERNELS_DECODE_TILES_H_

@@ -1,0 +1,30 @@
+// Compile-time choices of a decode kernel: one row of kernel_matrix.cmake, and the rows of its tiles.
+#ifndef TURBOATTN_KERNELS_DECODE_TRAITS_H_
+#define TURBOATTN_KERNELS_DECODE_TRAITS_H_
+
+#include "core/params.h"
+#include "kernels/common/chunk.cuh"
+#include "kernels/decode/tiles.h"
+
+namespace turboattn::decode {
+
+// kRowTile: (token, head of the group) rows of a unit, 8 or 16: the columns of n8 tiles.
+template <DType kEType, DType kKv, int kHeadDim, int kRowTile>
+struct TraitsSm80 {
+  using E = Element<kEType>;
+  static constexpr DType kKvDType = kKv;
+  static constexpr bool kQuantised = IsQuantised(kKv);
+  static constexpr int kDim = kHeadDim;
+  static constexpr int kRows = kRowTile;
+  static constexpr int kColumns = kRowTile / 8;  // n8 tiles
+  static constexpr int kThreads = kWarps * kWarp;
+  static constexpr int kStoredBytes = kQuantised ? kDim : 2 * kDim;  // of a stored row
+  static constexpr int kStoredChunks = kStoredBytes / 16;
+  static constexpr int kSteps = kStages<kStoredBytes>;
+  static constexpr int kTileBytes = kWarpKeys * kStoredBytes;
+  static_assert(kKv == kEType || kKv == DType::kInt8);
+};
+
+}  // namespace turboattn::decode
+
+#endif  // TURBOATTN_KERNELS_DECODE_TRAITS_H_

@@ -1,0 +1,381 @@
+// The prefill mainloop of the sm80 family: cp.async into a ring of K and V tiles, mma m16n8k16, online softmax.
+//
+// The ring holds tiles in the order in which they are used, K of a block, then its V, blocks from the last key to the
+// first. While one tile is worked on, the next kStages - 1 are on their way: the next K lands under this block's PV and
+// its V under the next QK. One __syncthreads() a tile says both that a tile has landed and that the one before it is free.
+#ifndef TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM80_CUH_
+#define TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM80_CUH_
+
+#include <cstdint>
+
+#include "kernels/common/int8.cuh"
+#include "kernels/common/ptx.cuh"
+#include "kernels/common/query_tile.cuh"
+#include "kernels/common/score.cuh"
+#include "kernels/common/sequence.cuh"
+#include "kernels/prefill/traits.h"
+
+namespace turboattn::prefill {
+
+template <class Traits>
+struct SharedSm80 {
+  using E = typename Traits::E;
+  static constexpr int kRingBytes = Traits::kKeys * Traits::kStoredBytes;
+  static constexpr int kConverted = Traits::kQuantised ? Traits::kKeys * Traits::kDim : 8;
+  alignas(128) E query[Traits::kRows * Traits::kDim];
+  alignas(128) unsigned char ring[Traits::kStages][kRingBytes];
+  alignas(128) E converted[kConverted];  // int8: the tile being worked on, decoded
+  alignas(16) uint32_t row_params[Traits::kStages][Traits::kQuantised ? Traits::kKeys : 4];
+  TileRows<Traits::kRows> rows;
+  SequenceView view;
+  BlockList<Traits::kKeys> blocks;
+};
+
+// One tile of rows over all its blocks. Accumulators live in the fields, so everything is inlined.
+template <class Traits, class Params>
+struct MainloopSm80 {
+  using E = typename Traits::E;
+  static constexpr int kKeys = Traits::kKeys, kDim = Traits::kDim, kFragments = Traits::kFragments;
+  static constexpr int kChunks = Traits::kChunks, kStoredChunks = Traits::kStoredChunks;
+  static constexpr int kGroups = kKeys / 8;
+  static constexpr int kAhead = (Traits::kStages - 1) / 2;  // K tiles loaded beyond the block being worked on
+
+  const Params& params;
+  SharedSm80<Traits>& shared;
+  const SequenceView& view;  // these two in shared memory: indexed at run time, and registers are scarce
+  const BlockList<kKeys>& blocks;
+  const ScoreRule rule;
+  const int64_t b;
+  const int64_t head;  // kv head
+
+  // Results: row 16 f + 8 half + lane / 4 of the warp's rows.
+  float o[kFragments][kDim / 8][4] = {};
+  float max[kFragments][2];      // of x (see ScoreRule)
+  float sum[kFragments][2] = {};  // this thread's columns only, until Finish()
+
+  // The loader's state. Lane g of each warp knows where the g-th 8 keys of a block are.
+  int load_block;
+  bool load_values = false;
+  int load_slot = 0;
+  int next_run = 0, next_key = 0;  // of load_block
+  int32_t next_entry = 0;
+  bool next_present = false;
+  int64_t group_row = kUnmapped;
+  uint64_t mapped_queue = 0;  // 16 bits a loaded block
+
+  __device__ MainloopSm80(const Params& params, SharedSm80<Traits>& shared, int64_t b, int64_t head)
+      : params(params),
+        shared(shared),
+        view(shared.view),
+        blocks(shared.blocks),
+        rule(MakeScoreRule(params.score)),
+        b(b),
+        head(head),
+        load_block(blocks.total() - 1) {
+    for (int f = 0; f < kFragments; ++f) max[f][0] = max[f][1] = -Infinity();
+  }
+
+  // ---- loading
+
+  // Reads the page table early: the entry is used when the block's K is loaded.
+  __device__ void LookUp(int block) {
+    next_present = false;
+    if (block < 0) return;
+    next_run = blocks.RunOf(block);
+    next_key = blocks.FirstKey(block);
+    const int lane = threadIdx.x % 32, j = next_key + 8 * lane;
+    const RunRange seen = blocks.seen[next_run];
+    next_present = lane < kGroups && j < seen.hi && j + 8 > seen.lo;
+    if (next_present) next_entry = KeysOf(params, b, head, next_run).Entry(j);
+  }
+
+  // The next tile of the order into the ring; nothing when there is none left. One group of copies either way.
+  __device__ void LoadNext() {
+    if (!load_values) mapped_queue <<= 16;
+    if (load_block >= 0) {
+      const int run = blocks.RunOf(load_block), first_key = blocks.FirstKey(load_block);
+      if (!load_values) {
+        group_row = next_present ? KeysOf(params, b, head, run).Row(first_key + 8 * (threadIdx.x % 32), next_entry)
+                                 : kUnmapped;
+        mapped_queue |= __ballot_sync(~0u, group_row != kUnmapped) & 0xffffu;
+        LookUp(load_block - 1);
+      }
+      CopyTile(load_values ? ValueArray(params) : KeyArray(params), run, first_key);
+      if constexpr (Traits::kQuantised) {
+        CopyParams(load_values ? params.cache.value_params : params.cache.key_params, run, first_key);
+      }
+      if (load_values) --load_block;
+      load_slot = load_slot + 1 == Traits::kStages ? 0 : load_slot + 1;
+    }
+    load_values = !load_values;
+    CommitCopies();
+  }
+
+  __device__ void CopyTile(const void* array, int run, int first_key) {
+    constexpr int kRowsPerPass = Traits::kThreads / kStoredChunks;
+    const int chunk = threadIdx.x % kStoredChunks;
+    const RunRange seen = blocks.seen[run];
+    const int64_t row_step = KeysOf(params, b, head, run).row_step();
+    const uint32_t slot = SharedAddress(shared.ring[load_slot]);
+#pragma unroll
+    for (int pass = 0; pass < kKeys / kRowsPerPass; ++pass) {
+      const int r = pass * kRowsPerPass + threadIdx.x / kStoredChunks;
+      const int64_t row = __shfl_sync(~0u, group_row, r / 8);
+      const int j = first_key + r;
+      const bool valid = row != kUnmapped && j >= seen.lo && j < seen.hi;
+      const int64_t offset = valid ? (row + (r % 8) * row_step) * Traits::kStoredBytes + chunk * 16 : 0;
+      CopyAsync16(slot + SwizzledChunk<kStoredChunks>(r, chunk) * 16, static_cast<const char*>(array) + offset, valid);
+    }
+  }
+
+  // (scale, zero) of each key, two E; zeros where there is no key, so that its codes of 0 decode to 0.
+  __device__ void CopyParams(const void* array, int run, int first_key) {
+    const int r = threadIdx.x;
+    const int64_t row = __shfl_sync(~0u, group_row, r / 8 % 32);
+    if (r >= kKeys) return;
+    const int j = first_key + r;
+    const RunRange seen = blocks.seen[run];
+    const bool valid = row != kUnmapped && j >= seen.lo && j < seen.hi;
+    const int64_t offset = valid ? (row + r % 8) * 4 : 0;
+    CopyAsync4(SharedAddress(&shared.row_params[load_slot][r]), static_cast<const char*>(array) + offset, valid);
+  }
+
+  // ---- the tile being worked on, as E
+
+  __device__ const E* Tile(int slot) {
+    if constexpr (Traits::kQuantised) {
+      Decode(slot);
+      return shared.converted;
+    } else {
+      return reinterpret_cast<const E*>(shared.ring[slot]);
+    }
+  }
+
+  // 16 codes a step. The callers' barriers keep the tile before it alive until all have read it.
+  __device__ void Decode(int slot) {
+    for (int i = threadIdx.x; i < kKeys * kStoredChunks; i += Traits::kThreads) {
+      const int r = i / kStoredChunks, chunk = i % kStoredChunks;
+      const uint4 codes =
+          reinterpret_cast<const uint4*>(shared.ring[slot])[SwizzledChunk<kStoredChunks>(r, chunk)];
+      const RowScale scale = UnpackRowScale<E>(shared.row_params[slot][r]);
+      const uint32_t four[4] = {codes.x, codes.y, codes.z, codes.w};
+      uint32_t two[8];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        two[2 * k] = DecodeCodes<E, 0, 1>(four[k], scale, scale);
+        two[2 * k + 1] = DecodeCodes<E, 2, 3>(four[k], scale, scale);
+      }
+      uint4* tile = reinterpret_cast<uint4*>(shared.converted);
+      tile[SwizzledChunk<kChunks>(r, 2 * chunk)] = {two[0], two[1], two[2], two[3]};
+      tile[SwizzledChunk<kChunks>(r, 2 * chunk + 1)] = {two[4], two[5], two[6], two[7]};
+    }
+    __syncthreads();
+  }
+
+  // ---- arithmetic
+
+  __device__ int WarpRow() const { return threadIdx.x / 32 * Traits::kWarpRows; }
+
+  // s = Q K^T of the warp's rows.
+  __device__ void MultiplyKeys(const E* tile, float (&s)[kFragments][kKeys / 8][4]) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t query = SharedAddress(shared.query), keys = SharedAddress(tile);
+    const int query_row = WarpRow() + (lane / 8 % 2) * 8 + lane % 8, query_half = lane / 16;
+    const int key_row = lane / 16 * 8 + lane % 8, key_half = lane / 8 % 2;
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+      uint32_t q[kFragments][4];
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        LoadMatrix4(q[f], query + SwizzledChunk<kChunks>(query_row + 16 * f, 2 * k + query_half) * 16);
+      }
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+        uint32_t x[4];
+        LoadMatrix4(x, keys + SwizzledChunk<kChunks>(key_row + 16 * n, 2 * k + key_half) * 16);
+#pragma unroll
+        for (int f = 0; f < kFragments; ++f) {
+          Mma<E>(s[f][2 * n], q[f], x[0], x[1]);
+          Mma<E>(s[f][2 * n + 1], q[f], x[2], x[3]);
+        }
+      }
+    }
+  }
+
+  // Soft cap, scale and ALiBi where asked for, then -Inf where a row does not see a key.
+  __device__ void ModifyAndMask(const KeyBlockView& block, bool partial, float (&s)[kFragments][kKeys / 8][4]) {
+    const int lane = threadIdx.x % 32;
+    const bool ranges_only = block.key_segments == nullptr && block.tree == nullptr && block.mapped == (1u << kGroups) - 1;
+#pragma unroll
+    for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = WarpRow() + 16 * f + 8 * half + lane / 4;
+        if (rule.modified) {
+          const float slope = shared.rows.slope[row];
+#pragma unroll
+          for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              float& x = s[f][n][2 * half + e];
+              const float distance = slope != 0.f ? Distance(shared.rows, row, block, 8 * n + lane % 4 * 2 + e) : 0.f;
+              x = ModifyScore(rule, x, slope, distance);
+            }
+          }
+        }
+        if (!partial) continue;
+        const int lo = shared.rows.lo[block.run_index][row] - block.first_key - lane % 4 * 2;
+        const int hi = shared.rows.hi[block.run_index][row] - block.first_key - lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int key = 8 * n + e;
+            bool sees = key >= lo && key < hi;
+            if (!ranges_only) sees = sees && Sees(shared.rows, row, block, key + lane % 4 * 2);
+            if (!sees) s[f][n][2 * half + e] = -Infinity();
+          }
+        }
+      }
+    }
+  }
+
+  // Scores to probabilities of the running maximum, as A fragments of the second product; rescales what there is.
+  __device__ void Softmax(float (&s)[kFragments][kKeys / 8][4], uint32_t (&p)[kFragments][kKeys / 16][4]) {
+#pragma unroll
+    for (int f = 0; f < kFragments; ++f) {
+      float alpha[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float top = max[f][half];
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) top = fmaxf(top, fmaxf(s[f][n][2 * half], s[f][n][2 * half + 1]));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        // No key yet: any finite origin will do, and exp(-Inf) must not become exp(-Inf + Inf).
+        const float origin = top == -Infinity() ? 0.f : top * rule.to_log2;
+        alpha[half] = max[f][half] == -Infinity() ? 0.f : Exp2(max[f][half] * rule.to_log2 - origin);
+        if (max[f][half] == top) alpha[half] = 1.f;
+        max[f][half] = top;
+        float total = 0.f;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[f][n][2 * half + e];
+            x = Exp2(fmaf(x, rule.to_log2, -origin));
+            total += x;
+          }
+        }
+        sum[f][half] = sum[f][half] * alpha[half] + total;
+      }
+      if (__any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f)) {
+#pragma unroll
+        for (int d = 0; d < kDim / 8; ++d) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) o[f][d][e] *= alpha[e / 2];
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+        p[f][n][0] = Pack<E>(s[f][2 * n][0], s[f][2 * n][1]);
+        p[f][n][1] = Pack<E>(s[f][2 * n][2], s[f][2 * n][3]);
+        p[f][n][2] = Pack<E>(s[f][2 * n + 1][0], s[f][2 * n + 1][1]);
+        p[f][n][3] = Pack<E>(s[f][2 * n + 1][2], s[f][2 * n + 1][3]);
+      }
+    }
+  }
+
+  // o += P V
+  __device__ void MultiplyValues(const E* tile, const uint32_t (&p)[kFragments][kKeys / 16][4]) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t values = SharedAddress(tile);
+    const int row = (lane / 8 % 2) * 8 + lane % 8, half = lane / 16;
+#pragma unroll
+    for (int n = 0; n < kKeys / 16; ++n) {
+#pragma unroll
+      for (int d = 0; d < kDim / 16; ++d) {
+        uint32_t x[4];
+        LoadMatrix4Transposed(x, values + SwizzledChunk<kChunks>(row + 16 * n, 2 * d + half) * 16);
+#pragma unroll
+        for (int f = 0; f < kFragments; ++f) {
+          Mma<E>(o[f][2 * d], p[f][n], x[0], x[1]);
+          Mma<E>(o[f][2 * d + 1], p[f][n], x[2], x[3]);
+        }
+      }
+    }
+  }
+
+  // A value of Inf or NaN times a probability of 0 would reach rows that do not see its key. Where some rows of the tile
+  // see a block only in part, such values are added to the rows that do see them and zeroed in the tile. Rare and slow.
+  __device__ void TakeOutNonFinite(const KeyBlockView& block, E* tile) {
+    bool found = false;
+    for (int i = threadIdx.x; i < kKeys * kChunks; i += Traits::kThreads) {
+      const uint4 x = reinterpret_cast<const uint4*>(tile)[i];
+      found = found || HasNonFinite<E>(x.x) || HasNonFinite<E>(x.y) || HasNonFinite<E>(x.z) || HasNonFinite<E>(x.w);
+    }
+    if (!__syncthreads_or(found)) return;
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int key = 0; key < kKeys; ++key) {
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (!Sees(shared.rows, WarpRow() + 16 * f + 8 * half + lane / 4, block, key)) continue;
+#pragma unroll
+          for (int d = 0; d < kDim / 8; ++d) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const float v = ToFloat(tile[SwizzledChunk<kChunks>(key, d) * kChunk + lane % 4 * 2 + e]);
+              if (!IsFinite(v)) o[f][d][2 * half + e] += v;
+            }
+          }
+        }
+      }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < kKeys * kDim; i += Traits::kThreads) {
+      if (!IsFinite(ToFloat(tile[i]))) tile[i] = E{0};
+    }
+    __syncthreads();
+  }
+
+  __device__ void Run() {
+    LookUp(load_block);
+    for (int i = 0; i < Traits::kStages - 1; ++i) LoadNext();
+    int slot = 0;
+    const auto next_tile = [&] {
+      WaitCopies<Traits::kStages - 2>();
+      __syncthreads();
+      LoadNext();
+      const E* tile = Tile(slot);
+      slot = slot + 1 == Traits::kStages ? 0 : slot + 1;
+      return tile;
+    };
+#pragma unroll 1
+    for (int block = blocks.total() - 1; block >= 0; --block) {
+      const int run = blocks.RunOf(block), first_key = blocks.FirstKey(block);
+      float s[kFragments][kKeys / 8][4] = {};
+      MultiplyKeys(next_tile(), s);
+      const uint32_t mapped = static_cast<uint32_t>(mapped_queue >> (16 * kAhead)) & 0xffffu;
+      const RunRange common = blocks.common[run];
+      const int32_t* segments = SegmentsOfKeys(params, b);
+      const bool partial = first_key < common.lo || first_key + kKeys > common.hi || mapped != (1u << kGroups) - 1 ||
+                           segments != nullptr;
+      const KeyBlockView seen = {view.runs[run], run,       first_key,
+                                 mapped,         segments,  view.has_tree ? params.score.tree_mask : nullptr,
+                                 params.score.tree_columns, view.position};
+      if (partial || rule.modified) ModifyAndMask(seen, partial, s);
+      uint32_t p[kFragments][kKeys / 16][4];
+      Softmax(s, p);
+      const E* values = next_tile();
+      if (partial) TakeOutNonFinite(seen, const_cast<E*>(values));
+      MultiplyValues(values, p);
+    }
+  }
+};
+
+}  // namespace turboattn::prefill
+
+#endif  // TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM80_CUH_

@@ -1,0 +1,35 @@
+// Compile-time choices of a prefill kernel: one row of kernel_matrix.cmake.
+#ifndef TURBOATTN_KERNELS_PREFILL_TRAITS_H_
+#define TURBOATTN_KERNELS_PREFILL_TRAITS_H_
+
+#include "core/params.h"
+#include "kernels/common/chunk.cuh"
+#include "kernels/prefill/tiles.h"
+
+namespace turboattn::prefill {
+
+// kKv: what the key and value arrays hold: E, or int8 codes of a cache.
+template <DType kEType, DType kKv, int kHeadDim>
+struct TraitsSm80 {
+  using E = Element<kEType>;
+  using Tiles = TilesSm80<kHeadDim>;
+  static constexpr DType kKvDType = kKv;
+  static constexpr bool kQuantised = IsQuantised(kKv);
+  static constexpr int kDim = kHeadDim;
+  static constexpr int kRows = Tiles::kRows;
+  static constexpr int kKeys = Tiles::kKeys;
+  static constexpr int kStages = Tiles::kStages;
+  static constexpr int kWarps = 4;
+  static constexpr int kThreads = kWarps * kWarp;
+  static constexpr int kWarpRows = kRows / kWarps;
+  static constexpr int kFragments = kWarpRows / 16;     // m16 tiles of a warp
+  static constexpr int kChunks = kDim / kChunk;         // 16-byte chunks of a row of E
+  static constexpr int kStoredBytes = kQuantised ? kDim : 2 * kDim;  // of a stored row
+  static constexpr int kStoredChunks = kStoredBytes / 16;
+  static_assert(kKv == kEType || kKv == DType::kInt8);
+  static_assert(kKeys / 8 <= 16, "a block's mapped groups are 16 bits of a queue");
+};
+
+}  // namespace turboattn::prefill
+
+#endif  // TURBOATTN_KERNELS_PREFILL_TRAITS_H_
