@@ -1,4 +1,4 @@
-// Compile-time choices of an append kernel: one row of kernel_matrix.cmake.
+// Compile-time choices of an append kernel: one row of kernel_matrix.cmake, and the row length.
 #ifndef TURBOATTN_KERNELS_APPEND_TRAITS_H_
 #define TURBOATTN_KERNELS_APPEND_TRAITS_H_
 
@@ -7,12 +7,15 @@
 
 namespace turboattn::append {
 
-constexpr int kMaxWarps = 8;  // a block; 2 K rows a token, so 8 warps have two rows each at K = 8
+constexpr int kMaxWarps = 8;    // a block
+constexpr int kMinBlocks = 4;   // an SM: 64 registers a thread, and loads enough in flight
+constexpr int kMaxTokens = 16;  // a block
 
 template <DType kE, DType kKv>
 struct Traits {
   using E = Element<kE>;
   static constexpr DType kKvDType = kKv;
+  static constexpr bool kIsQuantised = IsQuantised(kKv);
   static constexpr int kBits = kKv == DType::kInt4 ? 4 : 8;  // of a code; int8 and int4 only
   static_assert(IsQuantised(kKv) || kKv == kE, "an unquantised cache has dtype E");
 };

@@ -1,5 +1,6 @@
 // Element types and their conversions to and from float32, for host and device. All conversions round half to even and
-// keep subnormals; the integer paths give the same bits whatever the flush-to-zero state of the thread.
+// keep subnormals; the integer paths give the same bits whatever the flush-to-zero state of the thread. The GPU's own
+// conversions give the same bits too, but for NaN, whose bits are set apart.
 #ifndef TURBOATTN_KERNELS_COMMON_DTYPES_H_
 #define TURBOATTN_KERNELS_COMMON_DTYPES_H_
 
@@ -45,7 +46,7 @@ TA_HD uint32_t FloatToBits(float x) {
 }
 
 TA_HD bool IsFinite(float x) { return (FloatToBits(x) & 0x7f800000u) != 0x7f800000u; }
-TA_HD bool IsNan(float x) { return (FloatToBits(x) & 0x7fffffffu) > 0x7f800000u; }
+TA_HD bool IsNan(float x) { return x != x; }
 TA_HD float QuietNan() { return BitsToFloat(0x7fc00000u); }
 TA_HD float Infinity() { return BitsToFloat(0x7f800000u); }
 
@@ -54,6 +55,11 @@ TA_HD float ToFloat(float x) { return x; }
 TA_HD float ToFloat(bf16 x) { return BitsToFloat(static_cast<uint32_t>(x.bits) << 16); }
 
 TA_HD float ToFloat(fp16 x) {
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+#else
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t body = static_cast<uint32_t>(x.bits & 0x7fffu) << 13;  // exponent and mantissa at their float32 places
   const uint32_t exponent = body & 0x0f800000u;
@@ -64,6 +70,7 @@ TA_HD float ToFloat(fp16 x) {
   const uint32_t subnormal = FloatToBits(BitsToFloat(body + (113u << 23)) - BitsToFloat(113u << 23));
   const uint32_t magnitude = exponent == 0x0f800000u ? special : exponent == 0u ? subnormal : normal;
   return BitsToFloat(sign | magnitude);
+#endif
 }
 
 TA_HD float ToFloat(fp8_e4m3 x) {
@@ -74,6 +81,30 @@ TA_HD float ToFloat(fp8_e4m3 x) {
   const uint32_t magnitude = body == 0x7fu ? 0x7fc00000u : body < 8u ? subnormal : normal;  // no Inf; 0x7f is NaN
   return BitsToFloat(sign | magnitude);
 }
+
+#if defined(__CUDA_ARCH__)
+// The bits of the nearest fp16 or bf16; NaN has other bits than FromFloat gives it. From sm_80 on by the instruction
+// that converts two values, which is faster than the one for one.
+__device__ __forceinline__ uint16_t HardwareFp16(float x) {
+#if __CUDA_ARCH__ >= 800
+  uint32_t bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(0.f), "f"(x));
+  return static_cast<uint16_t>(bits);
+#else
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+#endif
+}
+#if __CUDA_ARCH__ >= 800
+#define TA_HARDWARE_BF16 1
+__device__ __forceinline__ uint16_t HardwareBf16(float x) {
+  uint32_t bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(0.f), "f"(x));
+  return static_cast<uint16_t>(bits);
+}
+#endif
+#endif
 
 // FromFloat<E>(x): the E nearest to x, ties to even; a value past the largest E becomes Inf (fp8: NaN, it has no Inf);
 // NaN stays NaN.
@@ -88,15 +119,22 @@ TA_HD float FromFloat<float>(float x) {
 template <>
 TA_HD bf16 FromFloat<bf16>(float x) {
   const uint32_t bits = FloatToBits(x);
-  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const uint32_t nan = ((bits >> 16) & 0x8000u) | 0x7fc0u;
-  return bf16{static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded)};
+#if defined(TA_HARDWARE_BF16)
+  const uint32_t rounded = HardwareBf16(x);
+#else
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+#endif
+  return bf16{static_cast<uint16_t>(IsNan(x) ? nan : rounded)};
 }
 
 template <>
 TA_HD fp16 FromFloat<fp16>(float x) {
   const uint32_t bits = FloatToBits(x);
   const uint32_t sign = (bits >> 16) & 0x8000u;
+#if defined(__CUDA_ARCH__)
+  return fp16{static_cast<uint16_t>(IsNan(x) ? sign | 0x7e00u : HardwareFp16(x))};
+#else
   const uint32_t magnitude = bits & 0x7fffffffu;
   // Normal result: drop 13 mantissa bits with ties to even, rebias 127 -> 15. A carry out of the mantissa gives the
   // next exponent, at the top Inf.
@@ -110,6 +148,7 @@ TA_HD fp16 FromFloat<fp16>(float x) {
                          : magnitude < 0x38800000u ? subnormal  // below 2^-14
                                                    : normal;
   return fp16{static_cast<uint16_t>(sign | value)};
+#endif
 }
 
 template <>
@@ -127,10 +166,29 @@ TA_HD fp8_e4m3 FromFloat<fp8_e4m3>(float x) {
   return fp8_e4m3{static_cast<uint8_t>(sign | value)};
 }
 
+// The E nearest to x, as a float32. Any NaN will do for NaN.
 template <class E>
 TA_HD float RoundTo(float x) {
   return ToFloat(FromFloat<E>(x));
 }
+#if defined(__CUDACC__)
+template <>
+TA_HD float RoundTo<bf16>(float x) {
+#if defined(TA_HARDWARE_BF16)
+  return ToFloat(bf16{HardwareBf16(x)});
+#else
+  return ToFloat(FromFloat<bf16>(x));
+#endif
+}
+template <>
+TA_HD float RoundTo<fp16>(float x) {
+#if defined(__CUDA_ARCH__)
+  return ToFloat(fp16{HardwareFp16(x)});
+#else
+  return ToFloat(FromFloat<fp16>(x));
+#endif
+}
+#endif
 
 // The largest finite E, as a float32.
 template <class E>

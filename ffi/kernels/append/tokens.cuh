@@ -1,0 +1,74 @@
+// The tokens of a block: whose they are, where they go, and how far RoPE turns them. Common to both ways in which
+// kernel.cuh moves rows.
+#ifndef TURBOATTN_KERNELS_APPEND_TOKENS_CUH_
+#define TURBOATTN_KERNELS_APPEND_TOKENS_CUH_
+
+#include <climits>
+
+#include "core/params.h"
+#include "kernels/append/traits.h"
+#include "kernels/common/page_walk.h"
+#include "kernels/common/rope.h"
+
+namespace turboattn::append {
+
+// Where a token is written; page == kUnmapped: nowhere.
+struct Place {
+  int64_t page;           // from PageAt
+  int64_t slot;           // token of the page
+  int64_t rope_position;  // of the token, where the call gives no positions
+  int sequence;
+  int layer;
+};
+
+// s_owner[t]: the lowest sequence that owns row first + t of the packed arrays, or INT_MAX. Run by the whole block, and
+// done when it returns. Ranges are not trusted to be sorted, so every one is looked at, once a block.
+__device__ inline void FindOwners(const Sequences& seqs, int64_t first, int count, int* s_owner) {
+  const int t = threadIdx.x;
+  if (seqs.q_ranges == nullptr) {
+    if (t < count) s_owner[t] = static_cast<int>((first + t) / seqs.uniform_q_len);
+  } else {
+    if (t < count) s_owner[t] = INT_MAX;
+    __syncthreads();
+    for (int64_t b = t; b < seqs.batch; b += blockDim.x) {
+      const TokenRange range = QueryRange(seqs, b);
+      const int64_t lo = range.lo > first ? range.lo : first;
+      const int64_t hi = range.hi < first + count ? range.hi : first + count;
+      for (int64_t token = lo; token < hi; ++token) atomicMin(&s_owner[token - first], static_cast<int>(b));
+    }
+  }
+  __syncthreads();
+}
+
+__device__ inline Place PlaceToken(const AppendParams& params, int64_t token, int owner) {
+  const Sequences& seqs = params.seqs;
+  if (owner >= seqs.batch) return {kUnmapped, 0, 0, 0, 0};
+  const TokenRange range = QueryRange(seqs, owner);
+  const int64_t position = static_cast<int64_t>(seqs.kv_lens[owner]) - (range.hi - range.lo) + (token - range.lo);
+  const WriteSlot slot = FindWriteSlot(params.cache, seqs, params.read_only_pages, owner, position);
+  return {slot.page, slot.slot, FirstPosition(seqs) + position, owner, seqs.layer[owner]};
+}
+
+// s_place[count], and the turns of the tokens that have a place: turn j of token t is
+// s_turns[t * rope.dim / 2 + turn_index(j)]. Run by the whole block, and done when it returns.
+template <class TurnIndex>
+__device__ inline void PlaceTokens(const AppendParams& params, int64_t first, int count, int* s_owner, Place* s_place,
+                                   SinCos* s_turns, TurnIndex turn_index) {
+  FindOwners(params.seqs, first, count, s_owner);
+  const int thread = threadIdx.x;
+  if (thread < count) s_place[thread] = PlaceToken(params, first + thread, s_owner[thread]);
+  __syncthreads();
+  const int pairs = params.rope.dim / 2;
+  if (pairs == 0) return;
+  for (int i = thread; i < count * pairs; i += blockDim.x) {
+    const int t = i / pairs, j = i % pairs;
+    const Place& place = s_place[t];
+    if (place.page == kUnmapped) continue;
+    s_turns[t * pairs + turn_index(j)] = RopeSinCos(params.rope, place.sequence, j, first + t, place.rope_position);
+  }
+  __syncthreads();
+}
+
+}  // namespace turboattn::append
+
+#endif  // TURBOATTN_KERNELS_APPEND_TOKENS_CUH_
