@@ -148,7 +148,7 @@ def main() -> int:
     cases = chosen(args.only, args.quick)
     if not cases:
         print(f"no row has {args.only!r} in its name")
-        return 0
+        return 5
     ours = [case for case in cases if case.kind == "prefill"]
     torch = {}
     if ours and not wanted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 import time
 
@@ -18,6 +19,8 @@ from .serve import ProgressLine, Server
 KV_DTYPES = {"bf16": "bfloat16", "int8": "int8", "int4": "int4"}
 CONTEXT = 1024  # what the shipped model was trained on, in bytes
 PAGE_SIZE = 16
+# Has XLA capture the scan over layers as one CUDA graph, however few kernels are in it.
+GRAPH_FLAG = "--xla_gpu_graph_min_graph_size"
 DEFAULT_PROMPTS = (
     "def read_lines(path):",
     "import os\nimport sys\n\ndef main():\n    parser = argparse.ArgumentParser(",
@@ -49,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--prompt must not be empty, got '' as number {number}")
     if args.max_tokens < 1:
         raise ValueError(f"--max-tokens must be >= 1, got {args.max_tokens}")
+    _set_graph_flag()
     decoder = weights.load(weights.shipped(), implementation=args.implementation)
     batch = min(len(prompts), 8)
     length = min(CONTEXT, max(map(len, prompts)) + args.max_tokens)
@@ -72,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     progress = ProgressLine(sys.stderr)
     completions = server.run(progress)
     progress.end(server)
+    runs = ", ".join(f"{op}: {name}" for op, name in _implementations(decoder, server).items())
+    print(f"{runs} on {jax.devices()[0].device_kind}", file=sys.stderr)
     for number, (prompt, request) in enumerate(zip(prompts, ids), 1):
         completion = completions[request]
         print(f"--- {number}: {len(prompt)} bytes and {len(completion.tokens)} new ({completion.reason})")
@@ -81,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         print("--- statistics")
         for name, value in {
             "device": jax.devices()[0].device_kind,
-            "implementation": _implementation(decoder, server),
+            "implementation": ", ".join(dict.fromkeys(_implementations(decoder, server).values())),
             "cache": f"{args.kv_dtype}, {server.cache.nbytes_per_token} bytes a token",
             "pages": f"{stats.peak_pages} of {server.cache.num_pages} in use at most, {PAGE_SIZE} tokens each",
             "steps": stats.steps,
@@ -93,9 +99,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _implementation(decoder: Decoder, server: Server) -> str:
-    """What the attention of the server's steps runs on."""
+def _set_graph_flag() -> None:
+    """XLA reads its flags when it first computes: too late when something has run in this process already."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if GRAPH_FLAG not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {GRAPH_FLAG}=1".strip()
+
+
+def _implementations(decoder: Decoder, server: Server) -> dict[str, str]:
+    """What the primitives in the server's steps run on, by primitive."""
     i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     cache = jax.eval_shape(lambda cache: cache, server.cache)
     candidates = explain(decoder.paged, i32((1,)), cache, i32((1, 1)), i32((1,)), i32((2,)))
-    return next(candidate.implementation for candidate in candidates if candidate.chosen)
+    return {candidate.op: candidate.implementation for candidate in candidates if candidate.chosen}

@@ -1,5 +1,6 @@
 """`python -m jax_turboattn generate`: what it prints, and one line for each error."""
 
+import os
 import subprocess
 import sys
 
@@ -23,11 +24,23 @@ def test_completes_prompts_of_different_lengths(capsys, kv_dtype, implementation
     assert "--- 1: 21 bytes and" in printed and "\ndef read_lines(path):" in printed
     assert "--- 2: 1 bytes and" in printed
     assert "tokens/s" in progress
+    assert f"paged_attention_step: {implementation} on " in progress
     assert f"{kv_dtype}, " in printed and "new tokens" in printed
     assert f"implementation  {implementation}\n" in printed
     assert generate(*arguments) == 0
     again, _ = capsys.readouterr()
     assert again.split("--- statistics")[0] == printed.split("--- statistics")[0]
+
+
+def test_graph_flag_keeps_what_is_set(monkeypatch):
+    from jax_turboattn.models import generate as command
+
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    command._set_graph_flag()
+    assert os.environ["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false --xla_gpu_graph_min_graph_size=1"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_graph_min_graph_size=9")
+    command._set_graph_flag()
+    assert os.environ["XLA_FLAGS"] == "--xla_gpu_graph_min_graph_size=9"
 
 
 def test_seed_and_temperature(capsys):
