@@ -634,7 +634,8 @@ def _prologue(x, bias, rope: RopeConfig | None, turned, factor=None) -> jax.Arra
         y = rotation.rotate(y, rope, *turned)
     if factor is not None:
         y = y * factor[:, None, None]
-    return quant.round_to(y, x.dtype).astype(x.dtype)
+    # A GPU's arithmetic makes NaN of other bits than a CPU's: stored rows have the same everywhere.
+    return jnp.where(jnp.isnan(y), jnp.nan, quant.round_to(y, x.dtype)).astype(x.dtype)
 
 
 def _logn(spec: StepSpec, turn: jax.Array) -> jax.Array:
