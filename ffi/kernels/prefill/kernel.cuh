@@ -91,8 +91,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
       sum += __shfl_xor_sync(~0u, sum, 2);
       const int row = mainloop.WarpRow() + 16 * f + 8 * half + lane / 4;
       if (row >= rows) continue;
-      const RowEnd end =
-          EndRow(mainloop.max[f][half] * mainloop.rule.to_log2, sum, params.score.sinks, shared.rows.head[row]);
+      // Dense rows past query_lens have no denominator, not even the sink.
+      const float* sinks = shared.rows.token[row] < view.first_token + view.q_len ? params.score.sinks : nullptr;
+      const RowEnd end = EndRow(mainloop.max[f][half] * mainloop.rule.to_log2, sum, sinks, shared.rows.head[row]);
       const int64_t out_row = shared.rows.token[row] * params.num_heads + shared.rows.head[row];
       if (lane % 4 == 0) params.lse[out_row] = end.lse;
 #pragma unroll
