@@ -15,7 +15,7 @@ namespace turboattn {
 
 namespace nb = nanobind;
 
-// registrations() -> {FFI target name: capsule}; ffi_api_version() -> (major, minor) of the FFI headers of this build;
+// handler_calls() -> handlers run so far, for tests of capture; registrations() -> {FFI target name: capsule}; ffi_api_version() -> (major, minor) of the FFI headers of this build;
 // kernels() -> [{name, phase, family, head_dim, value_dim, dtype, kv_dtype}], what is None is taken at run time.
 inline void DefineCommon(nb::module_& module) {
   module.def("registrations", [] {
@@ -23,6 +23,7 @@ inline void DefineCommon(nb::module_& module) {
     for (const auto& [target, handler] : Handlers()) registrations[target] = nb::capsule(handler);
     return registrations;
   });
+  module.def("handler_calls", &HandlerCalls);
   module.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
   module.def("kernels", [] {
     const auto size = [](int64_t dim) { return dim == 0 ? nb::object(nb::none()) : nb::object(nb::int_(dim)); };

@@ -1,6 +1,7 @@
 #include "handlers/operands.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <string>
 
@@ -67,11 +68,16 @@ Axis NextAxis(const char** text) {
   return {*start, end[-1] == '?'};
 }
 
+std::atomic<int64_t> handler_calls{0};
+
 }  // namespace
+
+int64_t HandlerCalls() { return handler_calls.load(); }
 
 Operands::Operands(std::string function, Context context, std::string_view names, ffi::RemainingArgs args,
                    ffi::RemainingRets results)
     : function_(std::move(function)), context_(std::move(context)), results_(results) {
+  ++handler_calls;
   std::fill(sizes_, sizes_ + kAxes, -1);
   for (size_t i = 0, start = 0; start < names.size(); ++i) {
     const size_t comma = std::min(names.find(',', start), names.size());

@@ -83,6 +83,9 @@ class Operands {
   std::string error_;
 };
 
+// Handlers run so far in this process. A captured CUDA graph replays without any.
+int64_t HandlerCalls();
+
 inline ffi::DataType XlaType(DType dtype) {
   switch (dtype) {
     case DType::kFloat32:
