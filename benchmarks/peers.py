@@ -53,7 +53,7 @@ def random(seed: int, shape: tuple[int, ...], dtype=jnp.bfloat16) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _normal(key, shape, dtype):
     if dtype == jnp.uint8:
-        return jax.random.randint(key, shape, 0, 256, jnp.int32).astype(jnp.uint8)
+        return jax.random.bits(key, shape, jnp.uint8)
     if dtype.itemsize == 1:  # fp8
         return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
     return jax.random.normal(key, shape, dtype)
@@ -72,18 +72,22 @@ class Pages:
 
     def dense(self, table: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values [B, S, K, D] of one set's tables, contiguous."""
-
-        @jax.jit
-        def contiguous(pool, table):
-            x = jnp.moveaxis(pool[table], 2, 3)  # [B, M, P, K, D]
-            return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-        return contiguous(self.cache.key, table), contiguous(self.cache.value, table)
+        return _contiguous(self.cache.key, table), _contiguous(self.cache.value, table)
 
     def tokens_first(self) -> tuple[jax.Array, jax.Array]:
         """The pool as [N, P, K, D], the layout of FlashAttention-3's pages."""
-        swap = jax.jit(lambda x: jnp.swapaxes(x, 1, 2))
-        return swap(self.cache.key), swap(self.cache.value)
+        return _tokens_first(self.cache.key), _tokens_first(self.cache.value)
+
+
+@jax.jit
+def _contiguous(pool, table):
+    x = jnp.moveaxis(pool[table], 2, 3)  # [B, M, P, K, D]
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+@jax.jit
+def _tokens_first(pool):
+    return jnp.swapaxes(pool, 1, 2)
 
 
 def pages(lens: tuple[int, ...], kv_heads: int, head_dim: int, page_size: int, kv_dtype: str) -> Pages:
@@ -272,18 +276,20 @@ def chunked_works(case: grid.Chunked) -> Iterator[tuple[str, Callable[[], Work]]
 
 def append_works(case: grid.Append) -> Iterator[tuple[str, Callable[[], Work]]]:
     B, new = case.sequences, case.tokens // case.sequences
-    key, value = (random(i, (B * new, case.kv_heads, case.head_dim)) for i in range(2))
+    shape = (B * new, case.kv_heads, case.head_dim)
     offsets = jnp.arange(B + 1, dtype=jnp.int32) * new
     rope = ta.RopeConfig(dim=case.head_dim)
 
     def ours(implementation):
         data = pages((new,) * B, case.kv_heads, case.head_dim, case.page_size, case.kv_dtype)
 
-        def call(cache, arrays, table):
-            return ta.append_kv(cache, *arrays, table, data.lens, offsets, rope=rope, implementation=implementation)
+        def call(cache, _, item):
+            return ta.append_kv(cache, *item, data.lens, offsets, rope=rope, implementation=implementation)
+
+        items = tuple((random(2 * i, shape), random(2 * i + 1, shape), table) for i, table in enumerate(data.tables))
 
         seen = r"scatter" if implementation == "xla" else pattern(implementation)
-        return Work(call, data.cache, (key, value), tuple(data.tables), seen, donate=True)
+        return Work(call, data.cache, (), items, seen, donate=True)
 
     yield "cuda", functools.partial(ours, "cuda")
     yield "xla", functools.partial(ours, "xla")
