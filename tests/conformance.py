@@ -238,6 +238,7 @@ class Conformance:
 
     implementation: str
     unsupported: frozenset[str] = frozenset()
+    append_implementation: str | None = None  # where append_kv is another's: whose
 
     def refusal(self, spec: cases.Spec) -> str | None:
         """Why the implementation must raise NotImplementedError for this spec; None when it must not."""
@@ -374,7 +375,8 @@ class Conformance:
         arrays = {n: to_jax(x) for n, x in call.arrays.items()}
         (out, lse), written = run(case, call, self.implementation)
         rows = ("key", "value", "page_table", "kv_lens", "q_offsets")
-        cache = jax_turboattn.append_kv(arrays["cache"], *(arrays[n] for n in rows), implementation=self.implementation)
+        writer = self.append_implementation or self.implementation
+        cache = jax_turboattn.append_kv(arrays["cache"], *(arrays[n] for n in rows), implementation=writer)
         apart = jax_turboattn.paged_attention(
             arrays["query"],
             cache,
