@@ -111,9 +111,11 @@ def target(op: str) -> str:
 def export_disabled_checks() -> list[jax.export.DisabledSafetyCheck]:
     """What `jax.export.export(..., disabled_checks=...)` needs for programs that hold our kernels.
 
-    The names are versioned, so an exported program keeps its meaning or does not run.
+    Our names are versioned, so an exported program keeps its meaning or does not run. Triton's is XLA's: what pallas
+    exports runs where jaxlib still reads that Triton.
     """
-    return [jax.export.DisabledSafetyCheck.custom_call(target(op)) for op in OPS]
+    names = [*map(target, OPS), "__gpu$xla.gpu.triton"]
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
 
 
 _MISSING = {

@@ -188,11 +188,20 @@ def test_lowers_for_a_gpu(function, options, static, triton_modules):
             assert {t for *_, t in sizes[:2]} <= {"bf16", "f16"}, line
 
 
-def test_lowers_for_an_abstract_h100():
-    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        assert CALL in lowered("paged_decode", shapes())
+def test_the_gpu_to_lower_for():
+    """The abstract device in force, if there is one; on a host without a GPU an H100."""
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA A100", num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        assert pallas.target_mesh().abstract_device == device
+    if jax.default_backend() != "gpu":
+        assert pallas.target_mesh().abstract_device.device_kind == "NVIDIA H100"
+
+
+def test_export_for_a_gpu():
+    call = jax.jit(lambda *leaves: ta.paged_decode(**jax.tree.unflatten(structure, leaves), implementation="pallas"))
+    leaves, structure = jax.tree.flatten(shapes())
+    exported = jax.export.export(call, platforms=("cuda",), disabled_checks=ta.export_disabled_checks())(*leaves)
+    assert CALL in exported.mlir_module()
 
 
 def test_tiles_are_what_triton_multiplies():
