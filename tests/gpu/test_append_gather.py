@@ -34,6 +34,8 @@ class Case:
 CASES = {
     "base": Case(),
     "one_head_d8": Case(kv_heads=1, head_dim=8, value_dim=8),
+    "d64": Case(kv_heads=5, head_dim=64, value_dim=64),
+    "d256": Case(head_dim=256, value_dim=256, kv_heads=1),
     "dv_differs": Case(kv_heads=3, head_dim=80, value_dim=112),
     "d512": Case(head_dim=512, value_dim=512, page_size=8, columns=40),
     "d576": Case(head_dim=576, value_dim=64, kv_heads=1),
@@ -44,6 +46,16 @@ CASES = {
     # Ranges that overlap promise memory safety alone, so these do not.
     "unsorted_offsets": Case(q_offsets=(60, 5, 30, 2, 5), kv_lens=(80, 70, 40, 50)),
     "decode": Case(q_offsets=tuple(range(301)), kv_lens=tuple(range(1, 301)), tokens=300, columns=20, kv_heads=8),
+    # Enough tokens that a block takes several, of several sequences and of none.
+    "several_tokens_a_block": Case(
+        q_offsets=(1, 900, 901, 902, 2050, 2051, 3331),
+        kv_lens=(920, 1, 300, 1148, 40, 1280),
+        tokens=3333,
+        columns=80,
+        kv_heads=3,
+        head_dim=64,
+        value_dim=64,
+    ),
     "no_tokens": Case(q_offsets=(0, 0, 0), kv_lens=(3, 40), tokens=0),
 }
 
@@ -159,9 +171,19 @@ ROPES = {
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("name", ROPES)
 def test_append_rope(name, kv_dtype):
+    check_rope(Case(), ROPES[name], kv_dtype)
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+@pytest.mark.parametrize("case", ["d64", "d256", "several_tokens_a_block"])
+def test_append_rope_of_whole_rows(case, pairing):
+    case = CASES[case]
+    check_rope(case, ta.RopeConfig(dim=case.head_dim, pairing=pairing), "int8")
+
+
+def check_rope(case, rope, kv_dtype):
     """Sine and cosine are the GPU's own, so one step of E or of a code is allowed, on few elements; all else is bytes."""
-    rope = ROPES[name]
-    cache, key, value, table, kv_lens, q_offsets = make(Case(), jnp.float16, kv_dtype)
+    cache, key, value, table, kv_lens, q_offsets = make(case, jnp.float16, kv_dtype)
     key = np.where(np.isfinite(key), key, np.float16(0))
     rng = np.random.default_rng(2)
     options = {"rope": rope}

@@ -1,5 +1,4 @@
-// gather_kv on the GPU: decoded, contiguous K and V. One block a (sequence, position), one warp a (position, head) row
-// of K or V.
+// gather_kv on the GPU: decoded, contiguous K and V. One block a (sequence, position), eight elements a thread.
 #ifndef TURBOATTN_KERNELS_GATHER_KERNEL_CUH_
 #define TURBOATTN_KERNELS_GATHER_KERNEL_CUH_
 
@@ -50,26 +49,26 @@ __device__ inline void DecodeChunk(const Side& side, int64_t row, int64_t layer_
 
 // Grid-stride over the B * M * P positions.
 template <class Traits>
-__global__ void __launch_bounds__(kMaxWarps* kWarp) GatherKernel(const __grid_constant__ GatherParams params) {
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks) GatherKernel(const __grid_constant__ GatherParams params) {
   using Out = typename Traits::Out;
   const KvCache& cache = params.cache;
   const int64_t positions = params.seqs.max_pages * cache.page_size;  // a sequence
-  const int64_t rows = 2 * cache.num_kv_heads;
   const bool shared_value = cache.value == nullptr;
   for (int64_t item = blockIdx.x; item < params.seqs.batch * positions; item += gridDim.x) {
     // Which slot: the same for the whole block. Entries past kv_len are never dereferenced.
     const int64_t b = item / positions, position = item % positions;
     const bool in_range = position < KeyLimit(params.seqs, b, cache.page_size);
     const int64_t page = in_range ? PageAt(cache, params.seqs, b, position / cache.page_size) : kUnmapped;
-
-    for (int64_t r = threadIdx.x / kWarp; r < rows; r += blockDim.x / kWarp) {
-      const bool is_key = r < cache.num_kv_heads;
-      const int64_t head = is_key ? r : r - cache.num_kv_heads;
+    for (const bool is_key : {true, false}) {
       const Side side = is_key ? Side{cache.key, cache.key_params, cache.head_dim, params.key, cache.head_dim}
                         : shared_value
                             ? Side{cache.key, cache.key_params, cache.head_dim, params.value, cache.value_dim}
                             : Side{cache.value, cache.value_params, cache.value_dim, params.value, cache.value_dim};
-      for (int64_t d = threadIdx.x % kWarp * kChunk; d < side.width; d += kWarp * kChunk) {
+      // The heads' rows of a position are one array in the output: a chunk after the other, whatever the row length.
+      const unsigned row_chunks = static_cast<unsigned>(side.width / kChunk);
+      const unsigned chunks = static_cast<unsigned>(cache.num_kv_heads) * row_chunks;
+      for (unsigned i = threadIdx.x; i < chunks; i += blockDim.x) {
+        const unsigned head = i / row_chunks, d = i % row_chunks * kChunk;
         float x[kChunk] = {};
         if (page != kUnmapped) {
           DecodeChunk<Traits>(side, CacheRow(cache, page, head, position % cache.page_size),
@@ -77,7 +76,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp) GatherKernel(const __grid_co
         }
         Chunk<Out> chunk;
         for (int e = 0; e < kChunk; ++e) chunk.e[e] = FromFloat<Out>(x[e]);
-        StoreChunk(side.out, (item * cache.num_kv_heads + head) * side.width + d, chunk);
+        StoreChunk(side.out, (item * chunks + i) * kChunk, chunk);
       }
     }
   }

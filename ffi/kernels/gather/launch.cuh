@@ -13,12 +13,13 @@ namespace turboattn::gather {
 template <class Traits>
 cudaError_t LaunchTo(const GatherParams& params, cudaStream_t stream) {
   const int64_t items = params.seqs.batch * params.seqs.max_pages * params.cache.page_size;
-  const int64_t rows = 2 * params.cache.num_kv_heads;
-  if (items == 0 || rows == 0) return cudaSuccess;  // an empty grid is an error
-  if (params.cache.head_dim % kChunk != 0 || params.cache.value_dim % kChunk != 0) return cudaErrorInvalidValue;
+  const KvCache& cache = params.cache;
+  const int64_t chunks = cache.num_kv_heads * std::max(cache.head_dim, cache.value_dim) / kChunk;  // a position
+  if (items == 0 || chunks == 0) return cudaSuccess;  // an empty grid is an error
+  if (cache.head_dim % kChunk != 0 || cache.value_dim % kChunk != 0 || chunks > INT_MAX) return cudaErrorInvalidValue;
   const int blocks = static_cast<int>(std::min<int64_t>(items, INT_MAX));
-  const int warps = static_cast<int>(std::min<int64_t>(kMaxWarps, rows));
-  GatherKernel<Traits><<<blocks, warps * kWarp, 0, stream>>>(params);
+  const int threads = static_cast<int>(std::min<int64_t>(kMaxThreads, (chunks + kWarp - 1) / kWarp * kWarp));
+  GatherKernel<Traits><<<blocks, threads, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -7,7 +7,8 @@
 
 namespace turboattn::gather {
 
-constexpr int kMaxWarps = 8;  // a block; 2 K rows a token, so 8 warps have two rows each at K = 8
+constexpr int kMaxThreads = 256;  // a block
+constexpr int kMinBlocks = 4;     // an SM, so 64 registers: left alone, the compiler aims at more blocks and spills
 
 template <DType kE, DType kKv, DType kOut>
 struct Traits {
