@@ -617,7 +617,7 @@ def _attention_specs() -> list[Spec]:
     dense = dict(B=2, T=33, S=33)
     cross = dict(B=3, T=9, S=40)
     specs = [
-        _spec(op, f"group{h // k}", heads=(h, k), B=2, T=17, S=17, is_causal=True, dim=64 if h < 16 else 32)
+        _spec(op, f"group{h // k}", heads=(h, k), B=2, T=17, S=17, is_causal=True)
         for h, k in GROUPS
     ]
     specs += [
@@ -683,7 +683,7 @@ def _ragged_specs() -> list[Spec]:
     sizes = dict(T=40, S=90, B=5)
     return [
         *(
-            _spec(op, f"group{h // k}", heads=(h, k), dim=64 if h < 16 else 32, T=24, S=60, B=3)
+            _spec(op, f"group{h // k}", heads=(h, k), T=24, S=60, B=3)
             for h, k in GROUPS[2::2]
         ),
         _spec(op, "plain", tags="core vmap", **sizes),
@@ -702,21 +702,21 @@ def _ragged_specs() -> list[Spec]:
         _spec(op, "no_batch", T=7, S=9, B=0),
         _spec(op, "no_rows", T=0, S=9, B=2),
         _spec(op, "no_keys", T=7, S=0, B=2),
-        _spec(op, "many_sequences", T=40, S=80, B=40, dim=32),
-        _spec(op, "one_long", T=100, S=300, B=1, dim=32),
+        _spec(op, "many_sequences", T=40, S=80, B=40),
+        _spec(op, "one_long", T=100, S=300, B=1),
     ]
 
 
 def _paged_specs() -> list[Spec]:
     op = "paged_attention"
-    specs = [_spec(op, f"group{h // k}", heads=(h, k), dim=64 if h < 16 else 32, B=3, T=20, M=5) for h, k in GROUPS]
+    specs = [_spec(op, f"group{h // k}", heads=(h, k), B=3, T=20, M=5) for h, k in GROUPS]
     specs += [
         _spec(op, "plain", tags="core vmap", **{}),
         _spec(op, "plain_float32", dtype="float32", tags="core"),
         _spec(op, "plain_float16", dtype="float16", dim=128),
         _spec(op, "full", is_causal=False, tags="core"),
         *(
-            _spec(op, f"page{P}", P=P, M=M, B=3, T=20, dim=32)
+            _spec(op, f"page{P}", P=P, M=M, B=3, T=20)
             for P, M in ((8, 20), (32, 5), (64, 3), (128, 2), (256, 1))
         ),
         _spec(op, "int8", kv_dtype="int8", tags="core quantised vmap"),
@@ -744,8 +744,8 @@ def _paged_specs() -> list[Spec]:
         _spec(op, "layer_int4", L=2, kv_dtype="int4", tags="layer quantised"),
         _spec(op, "layer_fp8", L=2, kv_dtype="float8_e4m3fn", tags="layer quantised"),
         _spec(op, "dim_odd", dim=20, value_dim=12, kv_dtype="int8", tags="quantised"),
-        _spec(op, "many_sequences", B=40, T=40, M=2, P=8, dim=32),
-        _spec(op, "long_chunk", B=2, T=100, M=5, P=64, dim=32, dtype="float16"),
+        _spec(op, "many_sequences", B=40, T=40, M=2, P=8),
+        _spec(op, "long_chunk", B=2, T=100, M=5, P=64, dtype="float16"),
         _spec(op, "cp2", cp_size=2, hints=dict(out_dtype="float32"), tags="cp"),
         _spec(op, "cp3_window", cp_size=3, local_window_size=(30, 0), hints=dict(out_dtype="float32"), tags="cp", P=8),
         _spec(
@@ -781,7 +781,7 @@ def _paged_specs() -> list[Spec]:
 
 def _decode_specs() -> list[Spec]:
     op = "paged_decode"
-    specs = [_spec(op, f"group{h // k}", heads=(h, k), dim=64 if h < 16 else 32, B=4) for h, k in GROUPS]
+    specs = [_spec(op, f"group{h // k}", heads=(h, k), B=4) for h, k in GROUPS]
     specs += [
         _spec(op, "plain", tags="core vmap"),
         _spec(op, "plain_float32", dtype="float32", P=8, M=30),
@@ -801,7 +801,7 @@ def _decode_specs() -> list[Spec]:
         _spec(op, "mla", scale=0.125, **_MLA),
         _spec(op, "tree", "tree_mask", Q=5),
         _spec(op, "prefix", prefix=2, Q=2),
-        _spec(op, "page256", P=256, M=1, B=2, dim=32),
+        _spec(op, "page256", P=256, M=1, B=2),
         _spec(op, "invariant", hints=dict(batch_invariant=True)),
     ]
     return specs
@@ -887,7 +887,7 @@ def _step_specs() -> list[Spec]:
     half, inter = RopeConfig(dim=64), RopeConfig(dim=64, pairing="interleaved")
     configs = ropes()
     specs = [
-        _spec(op, f"group{h // k}", _BIAS, heads=(h, k), dim=64 if h < 16 else 32, B=3, T=20, M=4) for h, k in GROUPS
+        _spec(op, f"group{h // k}", _BIAS, heads=(h, k), B=3, T=20, M=4) for h, k in GROUPS
     ]
     specs += [
         _spec(op, "plain", tags="core vmap"),
