@@ -13,7 +13,7 @@ import pytest
 from jax_turboattn import backends
 
 sys.path.append(str(pathlib.Path(__file__).parents[1] / "benchmarks"))
-grid = pytest.importorskip("grid")
+import grid  # noqa: E402
 import peers  # noqa: E402
 import timing  # noqa: E402
 
