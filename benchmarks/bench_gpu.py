@@ -1,6 +1,6 @@
 """The CUDA kernels on this host's GPU beside their peers: decode, prefill, chunked prefill from pages, append.
 
-    python benchmarks/bench_gpu.py [--quick] [--only decode|prefill|chunked|append|WORD] [--peers NAME,...] [--limit SECONDS]
+    python benchmarks/bench_gpu.py [--quick] [--only KIND or WORD] [--peers NAME,...] [--limit SECONDS]
 
 Prints a table with each time's ratio to the best JAX-callable peer of the same run and, for what is bound by bytes, to
 the read stream (decode) or the copy (append) measured in the same run; writes
@@ -108,9 +108,8 @@ def print_row(row: dict) -> None:
 
 
 def print_table(rows: list[dict], ceiling: dict[str, float]) -> None:
-    print(
-        f"\n{'case':<34} {'peer':<13} {'us':>9} {'queued':>9} {'single':>9} {'rate':>7}         {'x peer':>6} {'x ceiling':>9}"
-    )
+    columns = f"{'us':>9} {'queued':>9} {'single':>9} {'rate':>7}         {'x peer':>6} {'x ceiling':>9}"
+    print(f"\n{'case':<34} {'peer':<13} {columns}")
     for row in rows:
         if "us" not in row:
             continue

@@ -1,8 +1,8 @@
 """Who is timed, and how each is called: our implementations, and what else can be called from JAX.
 
-`works(case)` yields (peer's name, function that makes its Work) for every peer that a case has; making it raises Absent,
-NotImplementedError or ImportError with the reason when the peer cannot run it here. All peers of a case read the same
-random keys and values.
+`works(case)` yields (peer's name, function that makes its Work) for every peer that a case has; making it raises Absent
+or NotImplementedError with the reason when the peer cannot run it here. All peers of a case read the same random keys
+and values.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ def memory(case) -> float:
 
 
 def torch_flash_attention(cases: list[grid.Prefill], seconds: float) -> dict[str, float | str]:
-    """Microseconds of PyTorch's FlashAttention-2 by case name, or why not: a process of its own, with its own memory."""
+    """Microseconds of PyTorch's FlashAttention-2 by case name, or why not: a process with its own memory."""
     shapes = [
         dict(name=c.name, batch=c.batch, length=c.length, heads=c.heads, dim=c.head_dim, causal=c.is_causal)
         for c in cases

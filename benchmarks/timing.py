@@ -98,7 +98,7 @@ def measure(work: Work, calls: int, repeats: int = 7, single: bool = True) -> Ti
 
 
 def compiled_chain(work: Work, calls: int) -> Callable:
-    """`calls` calls, unrolled in one program: XLA captures it as one graph, and a loop body of microseconds is not timed."""
+    """`calls` calls, unrolled in one program, which XLA captures as one graph: loops of microseconds are not timed."""
 
     def chain(carry, shared, items):
         for i in range(calls):

@@ -1,6 +1,6 @@
 """FlashAttention-2 through PyTorch, timed with CUDA events: prints one JSON object, microseconds by case name.
 
-Called by peers.py with the shapes as JSON. A process of its own, so that PyTorch and JAX do not share the card's memory.
+Called by peers.py with the shapes as JSON. A process of its own: PyTorch and JAX do not share the card's memory.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Proof:
     hlo: str
 
     def check(self, workspace: int = 0) -> None:
-        """Raises AssertionError unless the pool was updated in place; `workspace`: bytes that kernels may use besides."""
+        """Raises AssertionError unless the pool was updated in place; `workspace`: bytes that kernels may use."""
         assert not self.copies, "pool-sized copies:\n  " + "\n  ".join(map(str, self.copies))
         assert self.aliased >= self.pool
         assert self.temporary < self.smallest + workspace, f"{self.temporary} bytes beside a pool of {self.smallest}"

@@ -2,9 +2,9 @@
 
     python tests/gpu/fuzz_program.py [--implementation NAME] [--sets S] [--calls N] [--only REGEX]
 
-Each program scans over `sets` sets of index arrays; the host sends `calls` times new ones. Pages 0 and N - 1 hold NaN and
-are never named: what reads them shows NaN, what writes any page that was not named is seen by comparing bytes. Runs under
-compute-sanitizer too, with few sets.
+Each program scans over `sets` sets of index arrays; the host sends `calls` times new ones. Pages 0 and N - 1 hold NaN
+and are never named: what reads them shows NaN, what writes any page that was not named is seen by comparing bytes. Runs
+under compute-sanitizer too, with few sets.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROGRAMS = [*PAGED, *STORAGE, ("ragged", DTYPE), ("dense", DTYPE)]
 
 
 def ints(rng: np.random.Generator, shape, low: int, high: int) -> np.ndarray:
-    """int32 in the range that means something, one in three of a set in four wild: edges of the type and of the range."""
+    """int32 in the range that means something; in three sets of four a third of them wild: edges, or anything."""
     values = rng.integers(low, high, shape, np.int64, endpoint=True)
     edges = np.array([INT32.min, INT32.min + 1, -1, low - 1, high + 1, N, INT32.max - 1, INT32.max])
     wild = np.where(
@@ -164,7 +164,7 @@ def untouched(before: ta.PagedKVCache, after: ta.PagedKVCache, named: jax.Array)
 
 @functools.cache
 def program(name: str, implementation: str):
-    """(cache, sets of index arrays) -> for each set: 0 when all is well, 1 for NaN, 2 for a page written, 3 for both."""
+    """(cache, sets of index arrays) -> for each set: 0 when all is well, 1 for NaN, 2 for a wrong page, 3 for both."""
     call = calls(implementation)[name]
 
     def one(cache, index):

@@ -10,8 +10,8 @@ scikit-build-core; compute-sanitizer for its stages. Environment:
     LIMIT     seconds for everything: a stage that no longer fits is not run, and is reported so
     OUT       a folder that gets the results and the whole log too
 
-The last lines are a table with one row a stage. The exit status is 0 only if every stage passed (or, with a word in ONLY,
-has nothing of that name).
+The last lines are a table with one row a stage. The exit status is 0 only if every stage passed (or, with a word in
+ONLY, has nothing of that name).
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ import jax, json
 from jax_turboattn import _cpu, _cuda
 print(json.dumps(dict(
     device_error=_cuda.device_error(), platform=jax.default_backend(), card=jax.devices()[0].device_kind,
-    jax=jax.__version__, ffi=_cuda.ffi_api_version(), cpu_kernels=len(_cpu.kernels()), cuda_kernels=len(_cuda.kernels()))))
+    jax=jax.__version__, ffi=_cuda.ffi_api_version(),
+    cpu_kernels=len(_cpu.kernels()), cuda_kernels=len(_cuda.kernels()))))
 """
 
 
@@ -73,7 +74,7 @@ class Stage:
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of a stage; `result` is passed, failed, out of time, not run, or none: nothing has the name of ONLY."""
+    """What became of a stage; `result` is passed, failed, out of time, not run, or none (nothing has that name)."""
 
     name: str
     result: str

@@ -2,9 +2,9 @@
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitizer_cases.py [--only REGEX]
 
-A sanitizer slows every kernel and every allocation down, so this is one process without pytest: inputs are made by numpy
-and copied over, and a call is one compiled program of nothing but itself. Results come back to the host, which is a read
-that initcheck sees; NaN in them is an error here.
+A sanitizer slows every kernel and every allocation down, so this is one process without pytest: inputs are made by
+numpy and copied over, and a call is one compiled program of nothing but itself. Results come back to the host, which is
+a read that initcheck sees; NaN in them is an error here.
 """
 
 from __future__ import annotations

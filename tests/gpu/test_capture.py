@@ -1,4 +1,4 @@
-"""A scan over layers, captured as one CUDA graph: the same bits, no handler call on replay; times are printed and kept."""
+"""A scan over layers, captured as one CUDA graph: the same bits, no handler call on replay; times are kept."""
 
 import functools
 import json
@@ -20,9 +20,8 @@ def run(implementation: str, flags: str) -> dict:
     done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    print(
-        f"{implementation} {flags or 'default flags'}: {found['step_us']:.1f} us a step, {found['handler_calls']} handler calls"
-    )
+    calls = found["handler_calls"]
+    print(f"{implementation} {flags or 'default flags'}: {found['step_us']:.1f} us a step, {calls} handler calls")
     results = ROOT / "build/gpu-results"  # tests/gpu/run.py puts what lies here into its own results
     if results.is_dir():
         name = f"capture-{implementation}-{'captured' if flags else 'default'}.json"
