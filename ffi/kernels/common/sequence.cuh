@@ -129,31 +129,25 @@ __device__ inline SequenceView ViewSequence(const LinearAttentionParams& params,
   return view;
 }
 
-// Where rows of keys are found: `Row(j)` is the row of key j in the key and value arrays (kUnmapped: there is no such
-// key), the rows of 8 keys that start at a multiple of 8 are kRowStep apart. Rows are head_dim elements long.
+// Where the keys of one run are found in a pool: 8 keys that start at a multiple of 8 lie on one page, in consecutive
+// rows that start at a multiple of 8. Such a group is named by its first row divided by 8, which 32 bits hold for pools
+// of up to 2^34 rows (a terabyte at 64 bytes a row).
+constexpr int kNoGroup = -1;
+
 struct PagedKeys {
   const KvCache* cache;
   const int32_t* pages;
   int32_t layer;
   int64_t head;
 
-  // The table's entry for key j; j must be below the run's count. Split from Row() so that the load can be early.
+  // The table's entry for key j, which must be below the run's count. Apart from Group() so that the load can be early.
   __device__ int32_t Entry(int j) const { return pages[j / static_cast<int>(cache->page_size)]; }
-  __device__ int64_t Row(int j, int32_t entry) const {
+  __device__ int Group(int j, int32_t entry) const {
     const int64_t page = PageOf(*cache, layer, entry);
-    return page == kUnmapped ? kUnmapped : CacheRow(*cache, page, head, j % static_cast<int>(cache->page_size));
+    return page == kUnmapped
+               ? kNoGroup
+               : static_cast<int>(CacheRow(*cache, page, head, j % static_cast<int>(cache->page_size)) / 8);
   }
-  __device__ int64_t row_step() const { return 1; }
-};
-
-struct LinearKeys {
-  int64_t first;  // row of key 0, without the head axis
-  int64_t num_kv_heads;
-  int64_t head;
-
-  __device__ int32_t Entry(int) const { return 0; }
-  __device__ int64_t Row(int j, int32_t) const { return (first + j) * num_kv_heads + head; }
-  __device__ int64_t row_step() const { return num_kv_heads; }
 };
 
 __device__ inline PagedKeys KeysOf(const PagedAttentionParams& params, int64_t b, int64_t head, int run) {
@@ -162,10 +156,10 @@ __device__ inline PagedKeys KeysOf(const PagedAttentionParams& params, int64_t b
           head};
 }
 
-__device__ inline LinearKeys KeysOf(const LinearAttentionParams& params, int64_t b, int64_t head, int) {
-  const int64_t first =
-      params.ragged ? ClampRange(params.kv_ranges, b, params.num_keys).lo : b * params.num_keys;
-  return {first, params.num_kv_heads, head};
+// Row of key 0 in plain arrays; keys are num_kv_heads rows apart.
+__device__ inline int64_t FirstKeyRow(const LinearAttentionParams& params, int64_t b, int64_t head) {
+  const int64_t first = params.ragged ? ClampRange(params.kv_ranges, b, params.num_keys).lo : b * params.num_keys;
+  return first * params.num_kv_heads + head;
 }
 
 // What the kernels ask of either kind of call.

@@ -78,7 +78,7 @@ struct MainloopSm80 {
 
   int32_t next_entry = 0;
   bool next_present = false;
-  int64_t group_row = kUnmapped;
+  int group = kNoGroup;
   uint32_t mapped = 0, mapped_before = 0;  // by lane of the look-up, of the loader's batch of steps and the one before
 
   __device__ MainloopSm80(const PagedAttentionParams& params, SharedSm80<Traits>& shared, int64_t b, int64_t head,
@@ -117,17 +117,17 @@ struct MainloopSm80 {
     if (step < num_blocks) {
       if (step % kLookUp == 0) {
         const int mine = step + lane / 2;
-        group_row = kUnmapped;
+        group = kNoGroup;
         if (next_present) {
           const int run = blocks.RunOf(first_block + mine);
-          group_row = KeysOf(params, b, head, run).Row(FirstKey(mine) + lane % 2 * 8, next_entry);
+          group = KeysOf(params, b, head, run).Group(FirstKey(mine) + lane % 2 * 8, next_entry);
         }
         mapped_before = mapped;
-        mapped = __ballot_sync(~0u, group_row != kUnmapped);
+        mapped = __ballot_sync(~0u, group != kNoGroup);
         LookUp(step + kLookUp);
       }
       const int local = step % kLookUp * 2;
-      const int64_t rows[2] = {__shfl_sync(~0u, group_row, local), __shfl_sync(~0u, group_row, local + 1)};
+      const int groups[2] = {__shfl_sync(~0u, group, local), __shfl_sync(~0u, group, local + 1)};
       const RunRange seen = blocks.seen[blocks.RunOf(first_block + step)];
       const int first_key = FirstKey(step), slot = step % kSteps;
       constexpr int kRowsPerCopy = 32 / kStoredChunks;
@@ -136,19 +136,19 @@ struct MainloopSm80 {
 #pragma unroll
       for (int i = 0; i < kWarpKeys / kRowsPerCopy; ++i) {
         const int r = i * kRowsPerCopy + lane / kStoredChunks;
-        const int64_t row = rows[i * kRowsPerCopy / 8];
-        const bool valid = row != kUnmapped && first_key + r >= seen.lo && first_key + r < seen.hi;
-        const int64_t offset = valid ? (row + r % 8) * Traits::kStoredBytes + chunk * 16 : 0;
+        const int g = groups[i * kRowsPerCopy / 8];
+        const bool valid = g != kNoGroup && first_key + r >= seen.lo && first_key + r < seen.hi;
+        const int64_t offset = valid ? (static_cast<int64_t>(g) * 8 + r % 8) * Traits::kStoredBytes + chunk * 16 : 0;
         const uint32_t to = SwizzledChunk<kStoredChunks>(r, chunk) * 16;
         CopyAsync16(key_tile + to, static_cast<const char*>(params.cache.key) + offset, valid);
         CopyAsync16(value_tile + to, static_cast<const char*>(params.cache.value) + offset, valid);
       }
       if constexpr (Traits::kQuantised) {
         const int r = lane % kWarpKeys, which = lane / kWarpKeys;
-        const int64_t row = r < 8 ? rows[0] : rows[1];
-        const bool valid = row != kUnmapped && first_key + r >= seen.lo && first_key + r < seen.hi;
+        const int g = r < 8 ? groups[0] : groups[1];
+        const bool valid = g != kNoGroup && first_key + r >= seen.lo && first_key + r < seen.hi;
         const void* array = which == 0 ? params.cache.key_params : params.cache.value_params;
-        const int64_t offset = valid ? (row + r % 8) * 4 : 0;
+        const int64_t offset = valid ? (static_cast<int64_t>(g) * 8 + r % 8) * 4 : 0;
         CopyAsync4(SharedAddress(&ring.row_params[slot][which][r]), static_cast<const char*>(array) + offset, valid);
       }
     }

@@ -7,6 +7,7 @@
 #define TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM80_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/common/int8.cuh"
 #include "kernels/common/ptx.cuh"
@@ -53,14 +54,16 @@ struct MainloopSm80 {
   float max[kFragments][2];      // of x (see ScoreRule)
   float sum[kFragments][2] = {};  // this thread's columns only, until Finish()
 
-  // The loader's state. Lane g of each warp knows where the g-th 8 keys of a block are.
+  // The loader's state. Pages: lane g of each warp knows where the g-th 8 keys of a block are.
+  static constexpr bool kPaged = std::is_same_v<Params, PagedAttentionParams>;
+  static constexpr uint32_t kAllMapped = (1u << kGroups) - 1;
   int load_block;
   bool load_values = false;
   int load_slot = 0;
-  int next_run = 0, next_key = 0;  // of load_block
-  int32_t next_entry = 0;
-  bool next_present = false;
-  int64_t group_row = kUnmapped;
+  int32_t next_entry = 0;     // of load_block, read one block ahead
+  bool next_present = false;  // whether there is such an entry
+  int group = kNoGroup;
+  uint32_t load_mapped = kAllMapped;
   uint64_t mapped_queue = 0;  // 16 bits a loaded block
 
   __device__ MainloopSm80(const Params& params, SharedSm80<Traits>& shared, int64_t b, int64_t head)
@@ -79,14 +82,14 @@ struct MainloopSm80 {
 
   // Reads the page table early: the entry is used when the block's K is loaded.
   __device__ void LookUp(int block) {
-    next_present = false;
-    if (block < 0) return;
-    next_run = blocks.RunOf(block);
-    next_key = blocks.FirstKey(block);
-    const int lane = threadIdx.x % 32, j = next_key + 8 * lane;
-    const RunRange seen = blocks.seen[next_run];
-    next_present = lane < kGroups && j < seen.hi && j + 8 > seen.lo;
-    if (next_present) next_entry = KeysOf(params, b, head, next_run).Entry(j);
+    if constexpr (kPaged) {
+      next_present = false;
+      if (block < 0) return;
+      const int run = blocks.RunOf(block), lane = threadIdx.x % 32, j = blocks.FirstKey(block) + 8 * lane;
+      const RunRange seen = blocks.seen[run];
+      next_present = lane < kGroups && j < seen.hi && j + 8 > seen.lo;
+      if (next_present) next_entry = KeysOf(params, b, head, run).Entry(j);
+    }
   }
 
   // The next tile of the order into the ring; nothing when there is none left. One group of copies either way.
@@ -95,14 +98,24 @@ struct MainloopSm80 {
     if (load_block >= 0) {
       const int run = blocks.RunOf(load_block), first_key = blocks.FirstKey(load_block);
       if (!load_values) {
-        group_row = next_present ? KeysOf(params, b, head, run).Row(first_key + 8 * (threadIdx.x % 32), next_entry)
-                                 : kUnmapped;
-        mapped_queue |= __ballot_sync(~0u, group_row != kUnmapped) & 0xffffu;
-        LookUp(load_block - 1);
+        if constexpr (kPaged) {
+          group = next_present ? KeysOf(params, b, head, run).Group(first_key + 8 * (threadIdx.x % 32), next_entry)
+                               : kNoGroup;
+          load_mapped = __ballot_sync(~0u, group != kNoGroup);
+          LookUp(load_block - 1);
+        }
+        mapped_queue |= load_mapped;
       }
-      CopyTile(load_values ? ValueArray(params) : KeyArray(params), run, first_key);
+      const RunRange seen = blocks.seen[run];
+      const bool whole = load_mapped == kAllMapped && first_key >= seen.lo && first_key + kKeys <= seen.hi;
+      const void* array = load_values ? ValueArray(params) : KeyArray(params);
+      if (whole) {
+        CopyTile<true>(array, seen, first_key);
+      } else {
+        CopyTile<false>(array, seen, first_key);
+      }
       if constexpr (Traits::kQuantised) {
-        CopyParams(load_values ? params.cache.value_params : params.cache.key_params, run, first_key);
+        CopyParams(load_values ? params.cache.value_params : params.cache.key_params, seen, first_key);
       }
       if (load_values) --load_block;
       load_slot = load_slot + 1 == Traits::kStages ? 0 : load_slot + 1;
@@ -111,32 +124,45 @@ struct MainloopSm80 {
     CommitCopies();
   }
 
-  __device__ void CopyTile(const void* array, int run, int first_key) {
-    constexpr int kRowsPerPass = Traits::kThreads / kStoredChunks;
-    const int chunk = threadIdx.x % kStoredChunks;
-    const RunRange seen = blocks.seen[run];
-    const int64_t row_step = KeysOf(params, b, head, run).row_step();
-    const uint32_t slot = SharedAddress(shared.ring[load_slot]);
+  // kWhole: all keys of the block exist and are seen, so none is left out.
+  template <bool kWhole>
+  __device__ void CopyTile(const void* array, RunRange seen, int first_key) {
+    constexpr int kRowsPerPass = Traits::kThreads / kStoredChunks;  // a multiple of 8: rows keep their swizzle
+    const int r0 = threadIdx.x / kStoredChunks, chunk = threadIdx.x % kStoredChunks;
+    const uint32_t to = SharedAddress(shared.ring[load_slot]) + SwizzledChunk<kStoredChunks>(r0, chunk) * 16;
+    const char* from = static_cast<const char*>(array) + chunk * 16;
+    int64_t step = 0;  // bytes from pass to pass
+    if constexpr (kPaged) {
+      from += r0 % 8 * Traits::kStoredBytes;
+    } else {
+      from += (FirstKeyRow(params, b, head) + static_cast<int64_t>(first_key + r0) * params.num_kv_heads) *
+              Traits::kStoredBytes;
+      step = kRowsPerPass * params.num_kv_heads * Traits::kStoredBytes;
+    }
 #pragma unroll
     for (int pass = 0; pass < kKeys / kRowsPerPass; ++pass) {
-      const int r = pass * kRowsPerPass + threadIdx.x / kStoredChunks;
-      const int64_t row = __shfl_sync(~0u, group_row, r / 8);
-      const int j = first_key + r;
-      const bool valid = row != kUnmapped && j >= seen.lo && j < seen.hi;
-      const int64_t offset = valid ? (row + (r % 8) * row_step) * Traits::kStoredBytes + chunk * 16 : 0;
-      CopyAsync16(slot + SwizzledChunk<kStoredChunks>(r, chunk) * 16, static_cast<const char*>(array) + offset, valid);
+      const int r = pass * kRowsPerPass + r0;
+      const char* address;
+      bool valid = kWhole || (first_key + r >= seen.lo && first_key + r < seen.hi);
+      if constexpr (kPaged) {
+        const int g = __shfl_sync(~0u, group, r / 8);
+        address = from + static_cast<int64_t>(g) * (8 * Traits::kStoredBytes);
+        if (!kWhole) valid = valid && g != kNoGroup;
+      } else {
+        address = from + pass * step;
+      }
+      if (!kWhole && !valid) address = static_cast<const char*>(array);
+      CopyAsync16(to + pass * kRowsPerPass * Traits::kStoredBytes, address, kWhole || valid);
     }
   }
 
   // (scale, zero) of each key, two E; zeros where there is no key, so that its codes of 0 decode to 0.
-  __device__ void CopyParams(const void* array, int run, int first_key) {
+  __device__ void CopyParams(const void* array, RunRange seen, int first_key) {
     const int r = threadIdx.x;
-    const int64_t row = __shfl_sync(~0u, group_row, r / 8 % 32);
+    const int g = __shfl_sync(~0u, group, r / 8 % 32);
     if (r >= kKeys) return;
-    const int j = first_key + r;
-    const RunRange seen = blocks.seen[run];
-    const bool valid = row != kUnmapped && j >= seen.lo && j < seen.hi;
-    const int64_t offset = valid ? (row + r % 8) * 4 : 0;
+    const bool valid = g != kNoGroup && first_key + r >= seen.lo && first_key + r < seen.hi;
+    const int64_t offset = valid ? (static_cast<int64_t>(g) * 8 + r % 8) * 4 : 0;
     CopyAsync4(SharedAddress(&shared.row_params[load_slot][r]), static_cast<const char*>(array) + offset, valid);
   }
 
@@ -205,7 +231,7 @@ struct MainloopSm80 {
   // Soft cap, scale and ALiBi where asked for, then -Inf where a row does not see a key.
   __device__ void ModifyAndMask(const KeyBlockView& block, bool partial, float (&s)[kFragments][kKeys / 8][4]) {
     const int lane = threadIdx.x % 32;
-    const bool ranges_only = block.key_segments == nullptr && block.tree == nullptr && block.mapped == (1u << kGroups) - 1;
+    const bool ranges_only = block.key_segments == nullptr && block.tree == nullptr && block.mapped == kAllMapped;
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
@@ -224,16 +250,27 @@ struct MainloopSm80 {
           }
         }
         if (!partial) continue;
-        const int lo = shared.rows.lo[block.run_index][row] - block.first_key - lane % 4 * 2;
-        const int hi = shared.rows.hi[block.run_index][row] - block.first_key - lane % 4 * 2;
+        const int column = lane % 4 * 2;
+        if (ranges_only) {
+          const int lo = shared.rows.lo[block.run_index][row] - block.first_key - column;
+          const int hi = shared.rows.hi[block.run_index][row] - block.first_key - column;
 #pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
+          for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int key = 8 * n + e;
-            bool sees = key >= lo && key < hi;
-            if (!ranges_only) sees = sees && Sees(shared.rows, row, block, key + lane % 4 * 2);
-            if (!sees) s[f][n][2 * half + e] = -Infinity();
+            for (int e = 0; e < 2; ++e) {
+              const int key = 8 * n + e;
+              if (key < lo || key >= hi) s[f][n][2 * half + e] = -Infinity();
+            }
+          }
+        } else {
+          uint32_t seen = 0;  // bit 2 n + e; apart from its use, so that this loop need not be unrolled
+#pragma unroll 1
+          for (int i = 0; i < kKeys / 4; ++i) {
+            if (Sees(shared.rows, row, block, i / 2 * 8 + i % 2 + column)) seen |= 1u << i;
+          }
+#pragma unroll
+          for (int i = 0; i < kKeys / 4; ++i) {
+            if ((seen >> i & 1u) == 0) s[f][i / 2][2 * half + i % 2] = -Infinity();
           }
         }
       }
@@ -361,7 +398,7 @@ struct MainloopSm80 {
       const uint32_t mapped = static_cast<uint32_t>(mapped_queue >> (16 * kAhead)) & 0xffffu;
       const RunRange common = blocks.common[run];
       const int32_t* segments = SegmentsOfKeys(params, b);
-      const bool partial = first_key < common.lo || first_key + kKeys > common.hi || mapped != (1u << kGroups) - 1 ||
+      const bool partial = first_key < common.lo || first_key + kKeys > common.hi || mapped != kAllMapped ||
                            segments != nullptr;
       const KeyBlockView seen = {view.runs[run], run,       first_key,
                                  mapped,         segments,  view.has_tree ? params.score.tree_mask : nullptr,
