@@ -627,6 +627,8 @@ def _tokens(named: Named, count: int) -> _Tokens:
 
 def _prologue(x, bias, rope: RopeConfig | None, turned, factor=None) -> jax.Array:
     """Tokens x [T, heads, D] through bias, RoPE and a factor [T] in float32, rounded once to x's dtype."""
+    if bias is None and rope is None and factor is None:
+        return x
     y = x.astype(jnp.float32)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
@@ -634,8 +636,10 @@ def _prologue(x, bias, rope: RopeConfig | None, turned, factor=None) -> jax.Arra
         y = rotation.rotate(y, rope, *turned)
     if factor is not None:
         y = y * factor[:, None, None]
-    # A GPU's arithmetic makes NaN of other bits than a CPU's: stored rows have the same everywhere.
-    return jnp.where(jnp.isnan(y), jnp.nan, quant.round_to(y, x.dtype)).astype(x.dtype)
+    # A GPU's arithmetic makes NaN of other bits than a CPU's, and stored rows have the same bits everywhere.
+    nan = np.full((), np.nan, x.dtype).view(f"u{x.dtype.itemsize}")
+    bits = jnp.where(jnp.isnan(y), nan, _unsigned(quant.round_to(y, x.dtype).astype(x.dtype)))
+    return lax.bitcast_convert_type(bits, x.dtype)
 
 
 def _logn(spec: StepSpec, turn: jax.Array) -> jax.Array:
