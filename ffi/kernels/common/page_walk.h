@@ -45,6 +45,7 @@ TA_HD int64_t CpRank(const Sequences& seqs, int64_t b) {
 
 // Number of this rank's keys whose global position is below `limit` (limit >= 0): keys 0 .. count - 1 of the rank.
 TA_HD int64_t LocalKeyCount(int64_t limit, int64_t cp_rank, int64_t cp_size) {
+  if (cp_size == 1) return limit;  // the usual case, without a division
   return limit > cp_rank ? (limit - cp_rank + cp_size - 1) / cp_size : 0;
 }
 

@@ -10,6 +10,7 @@
 #define TURBOATTN_KERNELS_COMMON_PTX_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/common/dtypes.h"
 
@@ -92,16 +93,14 @@ __device__ __forceinline__ uint32_t Pack<fp16>(float low, float high) {
   return packed;
 }
 
-// Whether a half of the packed pair is Inf or NaN.
+// Whether one of eight E is Inf or NaN: an exponent of all ones carries into the sign's place when 1 is added to it.
 template <class E>
-__device__ __forceinline__ bool HasNonFinite(uint32_t packed);
-template <>
-__device__ __forceinline__ bool HasNonFinite<bf16>(uint32_t packed) {
-  return (packed & 0x7f80u) == 0x7f80u || (packed & 0x7f800000u) == 0x7f800000u;
-}
-template <>
-__device__ __forceinline__ bool HasNonFinite<fp16>(uint32_t packed) {
-  return (packed & 0x7c00u) == 0x7c00u || (packed & 0x7c000000u) == 0x7c000000u;
+__device__ __forceinline__ bool HasNonFinite(uint4 packed) {
+  constexpr uint32_t kExponents = std::is_same_v<E, bf16> ? 0x7f807f80u : 0x7c007c00u;
+  constexpr uint32_t kOnes = kExponents & ~(kExponents << 1);  // the exponents' lowest bits
+  const uint32_t carries = ((packed.x & kExponents) + kOnes) | ((packed.y & kExponents) + kOnes) |
+                           ((packed.z & kExponents) + kOnes) | ((packed.w & kExponents) + kOnes);
+  return (carries & 0x80008000u) != 0;
 }
 
 // 2^x, within 2 ulp; 0 for -Inf.
@@ -109,6 +108,13 @@ __device__ __forceinline__ float Exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// A value that the compiler knows nothing about. It would turn base + constant into base | constant where it knows that
+// the bits are free, which no address field of an instruction can hold.
+__device__ __forceinline__ uint32_t Opaque(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 
 // Where 16-byte chunk `chunk` of row `row` lies in a tile of rows of kChunks chunks: chunks of eight consecutive rows

@@ -6,6 +6,7 @@
 
 #include "core/params.h"
 #include "kernels/common/dtypes.h"
+#include "kernels/common/ptx.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/common/softmax.h"
 
@@ -62,10 +63,10 @@ __device__ inline const int32_t* SegmentsOfKeys(const PagedAttentionParams&, int
 template <int kRows, class Params>
 __device__ void FillTileRows(const Params& params, const SequenceView& view, int64_t head, int64_t first_row, int rows,
                              TileRows<kRows>* tile) {
-  const int group = static_cast<int>(params.num_heads / KvHeadsOf(params));
+  const int group = GroupOf(params);
   for (int r = threadIdx.x; r < kRows; r += blockDim.x) {
-    const int64_t i = (first_row + r) / group;
-    const int query_head = static_cast<int>(head * group + (first_row + r) % group);
+    const int64_t i = Divide(first_row + r, group);
+    const int query_head = static_cast<int>(head * group + (first_row + r - i * group));
     const bool exists = r < rows && i < view.q_len;  // dense rows past query_lens see nothing
     for (int run = 0; run < kRuns; ++run) {
       const RunRange seen = exists ? view.UnionOf(run, i, i) : RunRange{0, 0};
@@ -125,6 +126,16 @@ __device__ inline RowEnd EndRow(float max, float sum, const float* sinks, int he
   SoftmaxState state = {max * kLn2, sum};
   const float weight = sinks != nullptr ? AddSink(&state, sinks[head]) : 1.f;
   return {weight * InverseSum(state), LogSumExp(state)};
+}
+
+// Writes a pair of neighbouring columns.
+template <class E>
+__device__ __forceinline__ void StorePair(void* out, DType out_dtype, int64_t element, float low, float high) {
+  if (out_dtype == DType::kFloat32) {
+    *reinterpret_cast<float2*>(static_cast<float*>(out) + element) = {low, high};
+  } else {
+    *reinterpret_cast<uint32_t*>(static_cast<E*>(out) + element) = Pack<E>(low, high);
+  }
 }
 
 // Writes zeros and -Inf to rows of the packed query array that no sequence owns. Warp `warp` of `warps`.

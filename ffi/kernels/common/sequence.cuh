@@ -12,6 +12,18 @@
 
 namespace turboattn {
 
+// a / b for a >= 0, b > 0. A 64-bit division takes some 100 instructions, a 32-bit one 20, and the operands nearly always
+// fit.
+__device__ __forceinline__ int64_t Divide(int64_t a, int64_t b) {
+  if (((a | b) >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+  return a / b;
+}
+
+// The page sizes that PagedKeys takes: a group of 8 keys lies on one page.
+inline bool HasGroups(const KvCache& cache) {
+  return cache.page_size >= 8 && (cache.page_size & (cache.page_size - 1)) == 0;
+}
+
 // Keys 0 .. count - 1; key j stands at position first + j * stride.
 struct KeyRun {
   int count = 0;
@@ -22,7 +34,7 @@ struct KeyRun {
   __device__ int Before(int64_t position) const {
     if (position <= first) return 0;
     const int64_t distance = position - first;
-    const int64_t n = stride == 1 ? distance : (distance + stride - 1) / stride;
+    const int64_t n = stride == 1 ? distance : Divide(distance + stride - 1, stride);
     return static_cast<int>(n < count ? n : count);
   }
   __device__ int64_t Position(int j) const { return first + static_cast<int64_t>(j) * stride; }
@@ -141,12 +153,13 @@ struct PagedKeys {
   int64_t head;
 
   // The table's entry for key j, which must be below the run's count. Apart from Group() so that the load can be early.
-  __device__ int32_t Entry(int j) const { return pages[j / static_cast<int>(cache->page_size)]; }
+  // Pages are powers of two.
+  __device__ int32_t Entry(int j) const { return pages[j >> (__ffs(static_cast<int>(cache->page_size)) - 1)]; }
   __device__ int Group(int j, int32_t entry) const {
     const int64_t page = PageOf(*cache, layer, entry);
     return page == kUnmapped
                ? kNoGroup
-               : static_cast<int>(CacheRow(*cache, page, head, j % static_cast<int>(cache->page_size)) / 8);
+               : static_cast<int>(CacheRow(*cache, page, head, j & (static_cast<int>(cache->page_size) - 1)) / 8);
   }
 };
 
@@ -171,6 +184,12 @@ TA_HD int64_t BatchOf(const PagedAttentionParams& params) { return params.seqs.b
 TA_HD int64_t BatchOf(const LinearAttentionParams& params) { return params.batch; }
 TA_HD int64_t KvHeadsOf(const PagedAttentionParams& params) { return params.cache.num_kv_heads; }
 TA_HD int64_t KvHeadsOf(const LinearAttentionParams& params) { return params.num_kv_heads; }
+__device__ inline int GroupOf(const PagedAttentionParams& params) {
+  return static_cast<int>(params.num_heads) / static_cast<int>(params.cache.num_kv_heads);
+}
+__device__ inline int GroupOf(const LinearAttentionParams& params) {
+  return static_cast<int>(params.num_heads) / static_cast<int>(params.num_kv_heads);
+}
 TA_HD int64_t ValueDimOf(const PagedAttentionParams& params) { return params.cache.value_dim; }
 TA_HD int64_t ValueDimOf(const LinearAttentionParams& params) { return params.value_dim; }
 // Rows of the query array, without the head axis.

@@ -68,13 +68,12 @@ __device__ Share ShareOf(const PagedAttentionParams& params, int64_t b) {
   const TokenRange range = QueryRange(params.seqs, b);
   const int64_t q_len = range.hi - range.lo;
   if (q_len == 0 || q_len > params.plan.decode_q_len) return {0, 1, 0};
-  const int64_t group = params.num_heads / params.cache.num_kv_heads;
   const SequenceView view = ViewSequence(params, b);
   const BlockList<kDecodeKeys> list(view, 0, q_len - 1);
   const int blocks = list.total() > 0 ? list.total() : 1;
   const int part =
       params.batch_invariant ? static_cast<int>(InvariantSplit(static_cast<int64_t>(blocks) * kDecodeKeys) / kDecodeKeys) : 0;
-  return {params.cache.num_kv_heads * ((q_len * group + kRows - 1) / kRows), blocks, part};
+  return {params.cache.num_kv_heads * ((q_len * GroupOf(params) + kRows - 1) / kRows), blocks, part};
 }
 
 template <class Traits>
@@ -84,13 +83,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) DecodeSm80(const __grid_c
   extern __shared__ __align__(128) unsigned char s_bytes[];
   SharedSm80<Traits>& shared = *reinterpret_cast<SharedSm80<Traits>*>(s_bytes);
   const WorkspaceView workspace(params);
-  const int64_t batch = params.seqs.batch, group = params.num_heads / params.cache.num_kv_heads;
+  const int64_t batch = params.seqs.batch, group = GroupOf(params);
   const bool fixed_parts = params.batch_invariant;
 
-  const auto cost = [&](int64_t b) { return ShareOf<kRows>(params, b).cost(); };
+  // Looked at twice: for the sum, and for this block's place.
+  const int64_t first_cost = threadIdx.x < batch ? ShareOf<kRows>(params, threadIdx.x).cost() : 0;
+  const auto cost = [&](int64_t b) { return b == threadIdx.x ? first_cost : ShareOf<kRows>(params, b).cost(); };
   const int64_t total = SumOverSequences<kThreads>(batch, cost);
   const int64_t blocks = total < gridDim.x ? total : gridDim.x;  // that have work
-  const auto begin_of = [&](int64_t block) { return block * total / blocks; };
+  const int64_t each = blocks == 0 ? 0 : Divide(total, blocks), left = total - each * blocks;
+  const auto begin_of = [&](int64_t block) { return block * each + (block < left ? block : left); };
 
   // Slots of this block that no part will claim say so; slots of other parts are set when their part is.
   if (threadIdx.x == 0) {
@@ -110,8 +112,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) DecodeSm80(const __grid_c
         offset = 0;
         continue;
       }
-      const int64_t unit = offset / share.parts();
-      const int within = static_cast<int>(offset % share.parts());
+      const int64_t unit = Divide(offset, share.parts());
+      const int within = static_cast<int>(offset - unit * share.parts());
       const int first_block = fixed_parts ? within * share.part_blocks : within;
       int num_blocks = share.blocks - first_block;
       if (fixed_parts) {
@@ -119,7 +121,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) DecodeSm80(const __grid_c
       } else if (num_blocks > end - position) {
         num_blocks = static_cast<int>(end - position);
       }
-      const int64_t head = unit % params.cache.num_kv_heads, tile = unit / params.cache.num_kv_heads;
+      const int64_t tile = Divide(unit, params.cache.num_kv_heads), head = unit - tile * params.cache.num_kv_heads;
       const TokenRange range = QueryRange(params.seqs, b);
       const int64_t q_len = range.hi - range.lo, first_row = tile * kRows;
       const int rows = static_cast<int>(q_len * group - first_row < kRows ? q_len * group - first_row : kRows);
@@ -196,41 +198,53 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) DecodeSm80(const __grid_c
                   static_cast<int64_t>(gridDim.x) * kWarps);
 }
 
-// One block a row: the partial results of its unit's slots, in their order. Grid-stride over (slot, row).
+// One warp a row: the partial results of its unit's slots, in their order. Grid-stride over (slot, row).
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kDim / 4) MergeSm80(const __grid_constant__ PagedAttentionParams params) {
-  constexpr int kRows = Traits::kRows, kDim = Traits::kDim;
+__global__ void __launch_bounds__(kWarp) MergeSm80(const __grid_constant__ PagedAttentionParams params) {
+  constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kColumns = kDim / kWarp;  // columns of a lane
   const WorkspaceView workspace(params);
-  const int64_t items = *workspace.slots_in_use * kRows;
-  const int64_t group = params.num_heads / params.cache.num_kv_heads;
+  const int64_t items = *workspace.slots_in_use * kRows, group = GroupOf(params);
+  const int lane = threadIdx.x;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     const int64_t slot = item / kRows;
-    const int row = static_cast<int>(item % kRows), d = threadIdx.x * 4;
+    const int row = static_cast<int>(item % kRows);
     const SlotInfo info = workspace.info[slot];
     if (info.parts == 0 || row >= info.rows) continue;
     const auto part = [&](int i) {
       const int64_t at = i == 0 ? slot : info.first_next + static_cast<int64_t>(i - 1) * info.step;
       return workspace.data + at * kSlotFloats<kRows, kDim>;
     };
-    float max = -Infinity(), sum = 0.f;
-    for (int i = 0; i < info.parts; ++i) max = fmaxf(max, part(i)[kRows * kDim + row]);
-    float4 x = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 4
-    for (int i = 0; i < info.parts; ++i) {
-      const float* data = part(i);
-      const float part_max = data[kRows * kDim + row];
-      const float weight = part_max == -Infinity() ? 0.f : Exp2(part_max - max);
-      const float4 o = *reinterpret_cast<const float4*>(data + row * kDim + d);
-      sum += weight * data[kRows * kDim + kRows + row];
-      x = {x.x + weight * o.x, x.y + weight * o.y, x.z + weight * o.z, x.w + weight * o.w};
+    float max = -Infinity();
+    for (int i = lane; i < info.parts; i += kWarp) max = fmaxf(max, part(i)[kRows * kDim + row]);
+    for (int step = kWarp / 2; step > 0; step /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+    float sum = 0.f, x[kColumns] = {};
+    for (int base = 0; base < info.parts; base += kWarp) {
+      // A lane weighs a part, then all lanes add the parts up in their order.
+      float weight = 0.f, part_sum = 0.f;
+      if (base + lane < info.parts) {
+        const float* data = part(base + lane) + kRows * kDim + row;
+        weight = data[0] == -Infinity() ? 0.f : Exp2(data[0] - max);
+        part_sum = data[kRows];
+      }
+      const int count = min(kWarp, info.parts - base);
+#pragma unroll 8
+      for (int i = 0; i < count; ++i) {
+        const float* data = part(base + i) + row * kDim + lane * kColumns;
+        const float w = __shfl_sync(~0u, weight, i);
+        sum += w * __shfl_sync(~0u, part_sum, i);
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) x[c] += w * data[c];
+      }
     }
-    const int64_t r = info.first_row + row;
-    const int64_t token = QueryRange(params.seqs, info.b).lo + r / group, head = info.head * group + r % group;
+    const int64_t r = info.first_row + row, i = Divide(r, group);
+    const int64_t token = QueryRange(params.seqs, info.b).lo + i, head = info.head * group + (r - i * group);
     const RowEnd end = EndRow(max, sum, params.score.sinks, static_cast<int>(head));
     const int64_t out_row = token * params.num_heads + head;
-    StoreFour<typename Traits::E>(params.out, params.out_dtype, out_row * kDim + d,
-                                  {x.x * end.factor, x.y * end.factor, x.z * end.factor, x.w * end.factor});
-    if (d == 0) params.lse[out_row] = end.lse;
+    for (int c = 0; c < kColumns; c += 2) {
+      StorePair<typename Traits::E>(params.out, params.out_dtype, out_row * kDim + lane * kColumns + c,
+                                    x[c] * end.factor, x[c + 1] * end.factor);
+    }
+    if (lane == 0) params.lse[out_row] = end.lse;
   }
 }
 

@@ -29,14 +29,14 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
   const int64_t slots = params.batch_invariant ? params.plan.slots : 2 * blocks;
-  MergeSm80<Traits><<<static_cast<int>(std::min<int64_t>(slots * Traits::kRows, 8 * multiprocessors)), Traits::kDim / 4,
-                      0, stream>>>(params);
+  const int64_t rows = std::min<int64_t>(slots * Traits::kRows, 32 * multiprocessors);  // 32 blocks reside on an SM
+  MergeSm80<Traits><<<static_cast<int>(rows), kWarp, 0, stream>>>(params);
   return cudaGetLastError();
 }
 
 template <DType kE, DType kKv, int kHeadDim>
 cudaError_t Launch(const PagedAttentionParams& params, cudaStream_t stream) {
-  if (params.workspace.bytes < params.plan.workspace_bytes) return cudaErrorInvalidValue;
+  if (params.workspace.bytes < params.plan.workspace_bytes || !HasGroups(params.cache)) return cudaErrorInvalidValue;
   if (params.seqs.num_tokens == 0 || params.num_heads == 0) return cudaSuccess;
   return params.plan.row_tile == 8 ? LaunchTile<TraitsSm80<kE, kKv, kHeadDim, 8>>(params, stream)
                                    : LaunchTile<TraitsSm80<kE, kKv, kHeadDim, 16>>(params, stream);

@@ -130,18 +130,34 @@ struct MainloopSm80 {
       const int groups[2] = {__shfl_sync(~0u, group, local), __shfl_sync(~0u, group, local + 1)};
       const RunRange seen = blocks.seen[blocks.RunOf(first_block + step)];
       const int first_key = FirstKey(step), slot = step % kSteps;
+      // A lane copies one chunk of every kRowsPerCopy-th row; these are whole groups or parts of one.
       constexpr int kRowsPerCopy = 32 / kStoredChunks;
-      const int chunk = lane % kStoredChunks;
-      const uint32_t key_tile = SharedAddress(ring.tile[slot][0]), value_tile = SharedAddress(ring.tile[slot][1]);
+      const int r0 = lane / kStoredChunks, chunk = lane % kStoredChunks;
+      const char* from[2][2];  // of K and V, of the first row of each group that this lane copies
 #pragma unroll
-      for (int i = 0; i < kWarpKeys / kRowsPerCopy; ++i) {
-        const int r = i * kRowsPerCopy + lane / kStoredChunks;
-        const int g = groups[i * kRowsPerCopy / 8];
-        const bool valid = g != kNoGroup && first_key + r >= seen.lo && first_key + r < seen.hi;
-        const int64_t offset = valid ? (static_cast<int64_t>(g) * 8 + r % 8) * Traits::kStoredBytes + chunk * 16 : 0;
-        const uint32_t to = SwizzledChunk<kStoredChunks>(r, chunk) * 16;
-        CopyAsync16(key_tile + to, static_cast<const char*>(params.cache.key) + offset, valid);
-        CopyAsync16(value_tile + to, static_cast<const char*>(params.cache.value) + offset, valid);
+      for (int h = 0; h < 2; ++h) {
+        const int64_t offset = static_cast<int64_t>(groups[h]) * (8 * Traits::kStoredBytes) + r0 * Traits::kStoredBytes + chunk * 16;
+        from[0][h] = static_cast<const char*>(params.cache.key) + offset;
+        from[1][h] = static_cast<const char*>(params.cache.value) + offset;
+      }
+      const bool whole = groups[0] != kNoGroup && groups[1] != kNoGroup && first_key >= seen.lo &&
+                         first_key + kWarpKeys <= seen.hi;
+#pragma unroll
+      for (int kv = 0; kv < 2; ++kv) {
+        const uint32_t to = SharedAddress(ring.tile[slot][kv]);
+#pragma unroll
+        for (int i = 0; i < kWarpKeys / kRowsPerCopy; ++i) {
+          constexpr int kCopiesPerGroup = 8 / kRowsPerCopy;
+          const int h = i / kCopiesPerGroup, r = i * kRowsPerCopy + r0;
+          const char* address = from[kv][h] + i % kCopiesPerGroup * kRowsPerCopy * Traits::kStoredBytes;
+          const uint32_t at = to + SwizzledChunk<kStoredChunks>(r, chunk) * 16;
+          if (whole) {
+            CopyAsync16(at, address, true);
+          } else {
+            const bool valid = groups[h] != kNoGroup && first_key + r >= seen.lo && first_key + r < seen.hi;
+            CopyAsync16(at, valid ? address : static_cast<const char*>(params.cache.key), valid);
+          }
+        }
       }
       if constexpr (Traits::kQuantised) {
         const int r = lane % kWarpKeys, which = lane / kWarpKeys;
@@ -314,8 +330,8 @@ struct MainloopSm80 {
       const RowScale scale = Scale(slot, 1, lane % kWarpKeys);
       found = !IsFinite(scale.scale) || !IsFinite(scale.zero);
     } else {
-      for (int i = lane; i < Traits::kTileBytes / 4; i += 32) {
-        found = found || HasNonFinite<E>(reinterpret_cast<const uint32_t*>(tile)[i]);
+      for (int i = lane; i < Traits::kTileBytes / 16; i += 32) {
+        found = found || HasNonFinite<E>(reinterpret_cast<const uint4*>(tile)[i]);
       }
     }
     if (!__any_sync(~0u, found)) return;

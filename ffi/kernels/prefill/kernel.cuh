@@ -20,23 +20,13 @@ __host__ __device__ int64_t MaxTiles(const Params& params) {
   return QueryRows(params) * group / kRows + BatchOf(params);  // each sequence has at most one tile that is not full
 }
 
-// Writes a pair of neighbouring columns.
-template <class E>
-__device__ __forceinline__ void StorePair(void* out, DType out_dtype, int64_t element, float low, float high) {
-  if (out_dtype == DType::kFloat32) {
-    *reinterpret_cast<float2*>(static_cast<float*>(out) + element) = {low, high};
-  } else {
-    *reinterpret_cast<uint32_t*>(static_cast<E*>(out) + element) = Pack<E>(low, high);
-  }
-}
-
 // Blocks: kv head major, tiles of a head in descending order within a sequence, so that the longest causal tiles of a
 // sequence start first.
 template <class Traits, class Params>
 __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_constant__ Params params) {
   using E = typename Traits::E;
   constexpr int kRows = Traits::kRows;
-  extern __shared__ __align__(128) unsigned char s_bytes[];
+  extern __shared__ __align__(1024) unsigned char s_bytes[];
   SharedSm80<Traits>& shared = *reinterpret_cast<SharedSm80<Traits>*>(s_bytes);
 
   if (SkippedLength(params) == 0) {  // else the decode kernel writes them
@@ -44,14 +34,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
                     static_cast<int64_t>(gridDim.x) * Traits::kWarps);
   }
   if (BatchOf(params) == 0) return;
-  const int64_t group = params.num_heads / KvHeadsOf(params), max_tiles = MaxTiles<kRows>(params);
-  const int64_t head = blockIdx.x / max_tiles, number = blockIdx.x % max_tiles;
+  const int64_t group = GroupOf(params), max_tiles = MaxTiles<kRows>(params);
+  const int64_t head = Divide(blockIdx.x, max_tiles), number = blockIdx.x - head * max_tiles;
   const int64_t uniform = UniformQueryLength(params), skipped = SkippedLength(params);
   FoundTile found;
   int64_t length;  // tokens whose rows this kernel writes
   if (uniform > 0) {
-    const int64_t tiles = max_tiles / BatchOf(params);
-    found = {number / tiles, tiles - 1 - number % tiles};
+    const int64_t tiles = Divide(max_tiles, BatchOf(params)), b = Divide(number, tiles);
+    found = {b, tiles - 1 - (number - b * tiles)};
     length = uniform;
   } else {
     const int32_t* ranges = QueryRanges(params);
@@ -69,10 +59,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
   const SequenceView view = ViewSequence(params, found.b);
   const int64_t first_row = found.index * kRows;
   const int rows = static_cast<int>(length * group - first_row < kRows ? length * group - first_row : kRows);
-  const int64_t last_token = (first_row + rows - 1) / group;
+  const int64_t first_token = Divide(first_row, group), last_token = Divide(first_row + rows - 1, group);
   if (threadIdx.x == 0) {
     shared.view = view;
-    shared.blocks = BlockList<Traits::kKeys>(view, first_row / group, min(last_token, view.q_len - 1));
+    shared.blocks = BlockList<Traits::kKeys>(view, first_token, min(last_token, view.q_len - 1));
   }
   FillTileRows<kRows>(params, view, head, first_row, rows, &shared.rows);
   __syncthreads();

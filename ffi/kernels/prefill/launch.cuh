@@ -12,6 +12,9 @@ namespace turboattn::prefill {
 template <class Traits, class Params>
 cudaError_t Launch(const Params& params, cudaStream_t stream) {
   if (QueryRows(params) == 0 || params.num_heads == 0) return cudaSuccess;
+  if constexpr (std::is_same_v<Params, PagedAttentionParams>) {
+    if (!HasGroups(params.cache)) return cudaErrorInvalidValue;
+  }
   int64_t blocks = MaxTiles<Traits::kRows>(params) * KvHeadsOf(params);
   if (blocks == 0) blocks = 1;  // no sequence: only empty rows to write
   if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;

@@ -23,9 +23,9 @@ struct SharedSm80 {
   using E = typename Traits::E;
   static constexpr int kRingBytes = Traits::kKeys * Traits::kStoredBytes;
   static constexpr int kConverted = Traits::kQuantised ? Traits::kKeys * Traits::kDim : 8;
-  alignas(128) E query[Traits::kRows * Traits::kDim];
-  alignas(128) unsigned char ring[Traits::kStages][kRingBytes];
-  alignas(128) E converted[kConverted];  // int8: the tile being worked on, decoded
+  alignas(1024) E query[Traits::kRows * Traits::kDim];  // tiles: see FirstChunk
+  alignas(1024) unsigned char ring[Traits::kStages][kRingBytes];
+  alignas(1024) E converted[kConverted];  // int8: the tile being worked on, decoded
   alignas(16) uint32_t row_params[Traits::kStages][Traits::kQuantised ? Traits::kKeys : 4];
   TileRows<Traits::kRows> rows;
   SequenceView view;
@@ -39,6 +39,7 @@ struct MainloopSm80 {
   static constexpr int kKeys = Traits::kKeys, kDim = Traits::kDim, kFragments = Traits::kFragments;
   static constexpr int kChunks = Traits::kChunks, kStoredChunks = Traits::kStoredChunks;
   static constexpr int kGroups = kKeys / 8;
+  static constexpr float kSlack = 8.f;  // in exponents of 2: probabilities up to 256, far inside E
   static constexpr int kAhead = (Traits::kStages - 1) / 2;  // K tiles loaded beyond the block being worked on
 
   const Params& params;
@@ -51,7 +52,7 @@ struct MainloopSm80 {
 
   // Results: row 16 f + 8 half + lane / 4 of the warp's rows.
   float o[kFragments][kDim / 8][4] = {};
-  float max[kFragments][2];      // of x (see ScoreRule)
+  float max[kFragments][2];       // origin of the exponents, in x (see ScoreRule): within kSlack of the maximum
   float sum[kFragments][2] = {};  // this thread's columns only, until Finish()
 
   // The loader's state. Pages: lane g of each warp knows where the g-th 8 keys of a block are.
@@ -202,23 +203,28 @@ struct MainloopSm80 {
 
   __device__ int WarpRow() const { return threadIdx.x / 32 * Traits::kWarpRows; }
 
+  // Address of chunk `half` (0 or 1) of a row of a tile of E. Chunk half + 2 k of the same row is at this ^ 32 k: tiles
+  // start at multiples of a row's length, kPitch.
+  static constexpr int kPitch = 2 * kDim;
+  static __device__ uint32_t FirstChunk(const E* tile, int row, int half) {
+    return Opaque(SharedAddress(tile) + SwizzledChunk<kChunks>(row, half) * 16);
+  }
+
   // s = Q K^T of the warp's rows.
   __device__ void MultiplyKeys(const E* tile, float (&s)[kFragments][kKeys / 8][4]) {
     const int lane = threadIdx.x % 32;
-    const uint32_t query = SharedAddress(shared.query), keys = SharedAddress(tile);
-    const int query_row = WarpRow() + (lane / 8 % 2) * 8 + lane % 8, query_half = lane / 16;
-    const int key_row = lane / 16 * 8 + lane % 8, key_half = lane / 8 % 2;
+    const int query_row = WarpRow() + (lane / 8 % 2) * 8 + lane % 8, key_row = lane / 16 * 8 + lane % 8;
+    const uint32_t query = FirstChunk(shared.query, query_row, lane / 16);
+    const uint32_t keys = FirstChunk(tile, key_row, lane / 8 % 2);
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       uint32_t q[kFragments][4];
 #pragma unroll
-      for (int f = 0; f < kFragments; ++f) {
-        LoadMatrix4(q[f], query + SwizzledChunk<kChunks>(query_row + 16 * f, 2 * k + query_half) * 16);
-      }
+      for (int f = 0; f < kFragments; ++f) LoadMatrix4(q[f], (query ^ (32 * k)) + 16 * f * kPitch);
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
         uint32_t x[4];
-        LoadMatrix4(x, keys + SwizzledChunk<kChunks>(key_row + 16 * n, 2 * k + key_half) * 16);
+        LoadMatrix4(x, (keys ^ (32 * k)) + 16 * n * kPitch);
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
           Mma<E>(s[f][2 * n], q[f], x[0], x[1]);
@@ -284,16 +290,20 @@ struct MainloopSm80 {
       float alpha[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float top = max[f][half];
+        float top = s[f][0][2 * half];
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) top = fmaxf(top, fmaxf(s[f][n][2 * half], s[f][n][2 * half + 1]));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        // The origin of the exponents follows the maximum only when probabilities would pass 2^kSlack otherwise: most
+        // blocks then have nothing to rescale, and sums lose nothing, since all terms share the origin.
+        alpha[half] = 1.f;
+        if (top * rule.to_log2 > max[f][half] * rule.to_log2 + kSlack) {
+          alpha[half] = max[f][half] == -Infinity() ? 0.f : Exp2((max[f][half] - top) * rule.to_log2);
+          max[f][half] = top;
+        }
         // No key yet: any finite origin will do, and exp(-Inf) must not become exp(-Inf + Inf).
-        const float origin = top == -Infinity() ? 0.f : top * rule.to_log2;
-        alpha[half] = max[f][half] == -Infinity() ? 0.f : Exp2(max[f][half] * rule.to_log2 - origin);
-        if (max[f][half] == top) alpha[half] = 1.f;
-        max[f][half] = top;
+        const float origin = max[f][half] == -Infinity() ? 0.f : max[f][half] * rule.to_log2;
         float total = 0.f;
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) {
@@ -326,14 +336,13 @@ struct MainloopSm80 {
   // o += P V
   __device__ void MultiplyValues(const E* tile, const uint32_t (&p)[kFragments][kKeys / 16][4]) {
     const int lane = threadIdx.x % 32;
-    const uint32_t values = SharedAddress(tile);
-    const int row = (lane / 8 % 2) * 8 + lane % 8, half = lane / 16;
+    const uint32_t values = FirstChunk(tile, (lane / 8 % 2) * 8 + lane % 8, lane / 16);
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
 #pragma unroll
       for (int d = 0; d < kDim / 16; ++d) {
         uint32_t x[4];
-        LoadMatrix4Transposed(x, values + SwizzledChunk<kChunks>(row + 16 * n, 2 * d + half) * 16);
+        LoadMatrix4Transposed(x, (values ^ (32 * d)) + 16 * n * kPitch);
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
           Mma<E>(o[f][2 * d], p[f][n], x[0], x[1]);
@@ -348,8 +357,7 @@ struct MainloopSm80 {
   __device__ void TakeOutNonFinite(const KeyBlockView& block, E* tile) {
     bool found = false;
     for (int i = threadIdx.x; i < kKeys * kChunks; i += Traits::kThreads) {
-      const uint4 x = reinterpret_cast<const uint4*>(tile)[i];
-      found = found || HasNonFinite<E>(x.x) || HasNonFinite<E>(x.y) || HasNonFinite<E>(x.z) || HasNonFinite<E>(x.w);
+      found = found || HasNonFinite<E>(reinterpret_cast<const uint4*>(tile)[i]);
     }
     if (!__syncthreads_or(found)) return;
     const int lane = threadIdx.x % 32;
