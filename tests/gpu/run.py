@@ -141,8 +141,8 @@ def stages(word: str) -> list[Stage]:
         # initcheck has to see the writes of XLA's kernels too, the other tools need not.
         command = [*sanitize(sanitizer, tool, ours_alone=tool != "initcheck"), *cases]
         found.append(Stage(tool, command, 30, SANITIZED, missing))
-    fuzz = [PYTHON, "tests/gpu/fuzz_program.py", "--sets", "10", "--calls", "2", *(["--only", word] if word else [])]
-    found.append(Stage("fuzz", [*sanitize(sanitizer, "memcheck", ours_alone=True), *fuzz], 60, SANITIZED, missing))
+    fuzz = [PYTHON, "tests/gpu/fuzz_program.py", "--sets", "25", "--calls", "5", *(["--only", word] if word else [])]
+    found.append(Stage("fuzz", [*sanitize(sanitizer, "memcheck", ours_alone=False), *fuzz], 60, SANITIZED, missing))
     bench = [PYTHON, "benchmarks/bench_gpu.py", "--quick", *(["--only", word] if word else [])]
     found.append(Stage("bench", bench, 45))
     return found

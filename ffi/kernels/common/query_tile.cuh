@@ -75,16 +75,28 @@ __device__ void ApplyPrologue(const QueryPrologue& prologue, int64_t b, const Ti
 }
 
 // Rows 0 .. kRows - 1 of the tile into s_query, [kRows][kDim] E with swizzled chunks; rows past `rows` are zeros. By the
-// whole block; ends with __syncthreads().
-template <class E, int kRows, int kDim, class Params>
+// whole block of kThreads threads; ends with __syncthreads().
+template <class E, int kRows, int kDim, int kThreads, class Params>
 __device__ void LoadQueryTile(const Params& params, int64_t b, const TileRows<kRows>& tile, int rows, E* s_query) {
-  constexpr int kChunks = kDim / kChunk;
-  for (int i = threadIdx.x; i < kRows * kChunks; i += blockDim.x) {
-    const int r = i / kChunks, chunk = i % kChunks;
-    Chunk<E> x = {};
-    if (r < rows)
-      x = LoadChunk<E>(params.query, (tile.token[r] * params.num_heads + tile.head[r]) * kDim + chunk * kChunk);
-    StoreChunk(s_query, SwizzledChunk<kChunks>(r, chunk) * kChunk, x);
+  constexpr int kChunks = kDim / kChunk, kItems = kRows * kChunks;
+  constexpr int kBatch = 8;  // loads in flight of a thread
+#pragma unroll 1
+  for (int base = threadIdx.x; base < kItems; base += kBatch * kThreads) {
+    uint4 x[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int i = base + k * kThreads, r = i / kChunks, chunk = i % kChunks;
+      x[k] = {0, 0, 0, 0};
+      if (i < kItems && r < rows) {
+        const int64_t row = tile.token[r] * params.num_heads + tile.head[r];
+        x[k] = *reinterpret_cast<const uint4*>(static_cast<const E*>(params.query) + row * kDim + chunk * kChunk);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int i = base + k * kThreads;
+      if (i < kItems) reinterpret_cast<uint4*>(s_query)[SwizzledChunk<kChunks>(i / kChunks, i % kChunks)] = x[k];
+    }
   }
   __syncthreads();
   if (const QueryPrologue* prologue = PrologueOf(params)) {

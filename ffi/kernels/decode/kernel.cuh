@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) DecodeSm80(const __grid_c
       }
       FillTileRows<kRows>(params, view, head, first_row, rows, &shared.rows);
       __syncthreads();
-      LoadQueryTile<E, kRows, kDim>(params, b, shared.rows, rows, shared.query);
+      LoadQueryTile<E, kRows, kDim, kThreads>(params, b, shared.rows, rows, shared.query);
 
       // A sequence without a key to see has one block in the list and none here.
       const int keyed = shared.blocks.total() == 0 ? 0 : num_blocks;

@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
   }
   FillTileRows<kRows>(params, view, head, first_row, rows, &shared.rows);
   __syncthreads();
-  LoadQueryTile<E, kRows, Traits::kDim>(params, found.b, shared.rows, rows, shared.query);
+  LoadQueryTile<E, kRows, Traits::kDim, Traits::kThreads>(params, found.b, shared.rows, rows, shared.query);
 
   MainloopSm80<Traits, Params> mainloop(params, shared, found.b, head);
   mainloop.Run();

@@ -283,52 +283,66 @@ struct MainloopSm80 {
     }
   }
 
-  // Scores to probabilities of the running maximum, as A fragments of the second product; rescales what there is.
+  // Scores to probabilities, as A fragments of the second product; rescales what there is. The rows of a thread go side by
+  // side and without branches: each is a chain of dependent instructions, and few warps are there to hide it.
   __device__ void Softmax(float (&s)[kFragments][kKeys / 8][4], uint32_t (&p)[kFragments][kKeys / 16][4]) {
+    float top[kFragments][2], alpha[kFragments][2], origin[kFragments][2];
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
-      float alpha[2];
+      for (int half = 0; half < 2; ++half) top[f][half] = fmaxf(s[f][0][2 * half], s[f][0][2 * half + 1]);
+    }
 #pragma unroll
+    for (int n = 1; n < kKeys / 8; ++n) {
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        for (int half = 0; half < 2; ++half)
+          top[f][half] = fmaxf(top[f][half], fmaxf(s[f][n][2 * half], s[f][n][2 * half + 1]));
+      }
+    }
+    bool moved = false;
+#pragma unroll
+    for (int f = 0; f < kFragments; ++f) {
       for (int half = 0; half < 2; ++half) {
-        float top = s[f][0][2 * half];
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) top = fmaxf(top, fmaxf(s[f][n][2 * half], s[f][n][2 * half + 1]));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        float& reference = max[f][half];
+        float x = fmaxf(top[f][half], __shfl_xor_sync(~0u, top[f][half], 1));
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
         // The origin of the exponents follows the maximum only when probabilities would pass 2^kSlack otherwise: most
         // blocks then have nothing to rescale, and sums lose nothing, since all terms share the origin.
-        alpha[half] = 1.f;
-        if (top * rule.to_log2 > max[f][half] * rule.to_log2 + kSlack) {
-          alpha[half] = max[f][half] == -Infinity() ? 0.f : Exp2((max[f][half] - top) * rule.to_log2);
-          max[f][half] = top;
-        }
+        const bool moves = x * rule.to_log2 > reference * rule.to_log2 + kSlack;
+        const float next = moves ? x : reference;
         // No key yet: any finite origin will do, and exp(-Inf) must not become exp(-Inf + Inf).
-        const float origin = max[f][half] == -Infinity() ? 0.f : max[f][half] * rule.to_log2;
-        float total = 0.f;
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = s[f][n][2 * half + e];
-            x = Exp2(fmaf(x, rule.to_log2, -origin));
-            total += x;
-          }
-        }
-        sum[f][half] = sum[f][half] * alpha[half] + total;
+        origin[f][half] = next == -Infinity() ? 0.f : next * rule.to_log2;
+        alpha[f][half] = Exp2(reference * rule.to_log2 - origin[f][half]);
+        if (!moves) alpha[f][half] = 1.f;
+        reference = next;
+        moved = moved || moves;
       }
-      if (__any_sync(~0u, alpha[0] != 1.f || alpha[1] != 1.f)) {
+    }
+    if (__any_sync(~0u, moved)) {
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        for (int half = 0; half < 2; ++half) sum[f][half] *= alpha[f][half];
 #pragma unroll
         for (int d = 0; d < kDim / 8; ++d) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) o[f][d][e] *= alpha[e / 2];
+          for (int e = 0; e < 4; ++e) o[f][d][e] *= alpha[f][e / 2];
         }
       }
+    }
 #pragma unroll
-      for (int n = 0; n < kKeys / 16; ++n) {
-        p[f][n][0] = Pack<E>(s[f][2 * n][0], s[f][2 * n][1]);
-        p[f][n][1] = Pack<E>(s[f][2 * n][2], s[f][2 * n][3]);
-        p[f][n][2] = Pack<E>(s[f][2 * n + 1][0], s[f][2 * n + 1][1]);
-        p[f][n][3] = Pack<E>(s[f][2 * n + 1][2], s[f][2 * n + 1][3]);
+    for (int n = 0; n < kKeys / 16; ++n) {
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float(&x)[4] = s[f][2 * n + i];
+#pragma unroll
+          for (int e = 0; e < 4; ++e) x[e] = Exp2(fmaf(x[e], rule.to_log2, -origin[f][e / 2]));
+          for (int half = 0; half < 2; ++half) {
+            sum[f][half] += x[2 * half] + x[2 * half + 1];
+            p[f][n][2 * i + half] = Pack<E>(x[2 * half], x[2 * half + 1]);
+          }
+        }
       }
     }
   }
