@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/common/fp8.cuh"
+#include "kernels/common/int4.cuh"
 #include "kernels/common/int8.cuh"
 #include "kernels/common/ptx.cuh"
 #include "kernels/common/query_tile.cuh"
@@ -25,8 +27,8 @@ struct SharedSm80 {
   static constexpr int kConverted = Traits::kQuantised ? Traits::kKeys * Traits::kDim : 8;
   alignas(1024) E query[Traits::kRows * Traits::kDim];  // tiles: see FirstChunk
   alignas(1024) unsigned char ring[Traits::kStages][kRingBytes];
-  alignas(1024) E converted[kConverted];  // int8: the tile being worked on, decoded
-  alignas(16) uint32_t row_params[Traits::kStages][Traits::kQuantised ? Traits::kKeys : 4];
+  alignas(1024) E converted[kConverted];  // quantised: the tile being worked on, decoded
+  alignas(16) uint32_t row_params[Traits::kStages][kHasRowParams<Traits::kKvDType> ? Traits::kKeys : 4];
   TileRows<Traits::kRows> rows;
   SequenceView view;
   BlockList<Traits::kKeys> blocks;
@@ -36,6 +38,8 @@ struct SharedSm80 {
 template <class Traits, class Params>
 struct MainloopSm80 {
   using E = typename Traits::E;
+  using Codes = Codec<E, Traits::kKvDType>;
+  static constexpr bool kRowParams = kHasRowParams<Traits::kKvDType>;
   static constexpr int kKeys = Traits::kKeys, kDim = Traits::kDim, kFragments = Traits::kFragments;
   static constexpr int kChunks = Traits::kChunks, kStoredChunks = Traits::kStoredChunks;
   static constexpr int kGroups = kKeys / 8;
@@ -66,6 +70,7 @@ struct MainloopSm80 {
   int group = kNoGroup;
   uint32_t load_mapped = kAllMapped;
   uint64_t mapped_queue = 0;  // 16 bits a loaded block
+  float head_scale[2];        // fp8: of K and V
 
   __device__ MainloopSm80(const Params& params, SharedSm80<Traits>& shared, int64_t b, int64_t head)
       : params(params),
@@ -77,6 +82,10 @@ struct MainloopSm80 {
         head(head),
         load_block(blocks.total() - 1) {
     for (int f = 0; f < kFragments; ++f) max[f][0] = max[f][1] = -Infinity();
+    if constexpr (Traits::kKvDType == DType::kFloat8E4M3) {
+      head_scale[0] = HeadScale(params, params.cache.key_params, b, head);
+      head_scale[1] = HeadScale(params, params.cache.value_params, b, head);
+    }
   }
 
   // ---- loading
@@ -115,7 +124,7 @@ struct MainloopSm80 {
       } else {
         CopyTile<false>(array, seen, first_key);
       }
-      if constexpr (Traits::kQuantised) {
+      if constexpr (kRowParams) {
         CopyParams(load_values ? params.cache.value_params : params.cache.key_params, seen, first_key);
       }
       if (load_values) --load_block;
@@ -169,32 +178,39 @@ struct MainloopSm80 {
 
   // ---- the tile being worked on, as E
 
-  __device__ const E* Tile(int slot) {
+  __device__ const E* Tile(int slot, bool values) {
     if constexpr (Traits::kQuantised) {
-      Decode(slot);
+      Decode(slot, values);
       return shared.converted;
     } else {
       return reinterpret_cast<const E*>(shared.ring[slot]);
     }
   }
 
-  // 16 codes a step. The callers' barriers keep the tile before it alive until all have read it.
-  __device__ void Decode(int slot) {
+  // 16 bytes a step. The callers' barriers keep the tile before it alive until all have read it.
+  __device__ void Decode(int slot, bool values) {
+    constexpr int kPairs = Codes::kPerWord / 2;
     for (int i = threadIdx.x; i < kKeys * kStoredChunks; i += Traits::kThreads) {
       const int r = i / kStoredChunks, chunk = i % kStoredChunks;
       const uint4 codes =
           reinterpret_cast<const uint4*>(shared.ring[slot])[SwizzledChunk<kStoredChunks>(r, chunk)];
-      const RowScale scale = UnpackRowScale<E>(shared.row_params[slot][r]);
-      const uint32_t four[4] = {codes.x, codes.y, codes.z, codes.w};
-      uint32_t two[8];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        two[2 * k] = DecodeCodes<E, 0, 1>(four[k], scale, scale);
-        two[2 * k + 1] = DecodeCodes<E, 2, 3>(four[k], scale, scale);
+      typename Codes::Scale scale;
+      if constexpr (kRowParams) {
+        scale = UnpackRowScale<E>(shared.row_params[slot][r]);
+      } else {
+        scale = Codes::MakeScale(head_scale[values]);
       }
+      const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+      uint32_t pairs[4][kPairs];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) Codes::Neighbours(words[w], scale, pairs[w]);
+      const auto pair = [&](int i) { return pairs[i / kPairs][i % kPairs]; };
       uint4* tile = reinterpret_cast<uint4*>(shared.converted);
-      tile[SwizzledChunk<kChunks>(r, 2 * chunk)] = {two[0], two[1], two[2], two[3]};
-      tile[SwizzledChunk<kChunks>(r, 2 * chunk + 1)] = {two[4], two[5], two[6], two[7]};
+#pragma unroll
+      for (int k = 0; k < kPairs; ++k) {
+        tile[SwizzledChunk<kChunks>(r, kPairs * chunk + k)] = {pair(4 * k), pair(4 * k + 1), pair(4 * k + 2),
+                                                               pair(4 * k + 3)};
+      }
     }
     __syncthreads();
   }
@@ -404,11 +420,11 @@ struct MainloopSm80 {
     LookUp(load_block);
     for (int i = 0; i < Traits::kStages - 1; ++i) LoadNext();
     int slot = 0;
-    const auto next_tile = [&] {
+    const auto next_tile = [&](bool values) {
       WaitCopies<Traits::kStages - 2>();
       __syncthreads();
       LoadNext();
-      const E* tile = Tile(slot);
+      const E* tile = Tile(slot, values);
       slot = slot + 1 == Traits::kStages ? 0 : slot + 1;
       return tile;
     };
@@ -416,7 +432,7 @@ struct MainloopSm80 {
     for (int block = blocks.total() - 1; block >= 0; --block) {
       const int run = blocks.RunOf(block), first_key = blocks.FirstKey(block);
       float s[kFragments][kKeys / 8][4] = {};
-      MultiplyKeys(next_tile(), s);
+      MultiplyKeys(next_tile(false), s);
       const uint32_t mapped = static_cast<uint32_t>(mapped_queue >> (16 * kAhead)) & 0xffffu;
       const RunRange common = blocks.common[run];
       const int32_t* segments = SegmentsOfKeys(params, b);
@@ -428,7 +444,7 @@ struct MainloopSm80 {
       if (partial || rule.modified) ModifyAndMask(seen, partial, s);
       uint32_t p[kFragments][kKeys / 16][4];
       Softmax(s, p);
-      const E* values = next_tile();
+      const E* values = next_tile(true);
       if (partial) TakeOutNonFinite(seen, const_cast<E*>(values));
       MultiplyValues(values, p);
     }
