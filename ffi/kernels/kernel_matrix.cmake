@@ -54,6 +54,8 @@ set(TURBOATTN_KERNEL_MATRIX
   "attention|sm80|64|64|fp16|fp16"
   "attention|sm80|128|128|bf16|bf16"
   "attention|sm80|128|128|fp16|fp16"
+  "attention|sm80|256|256|bf16|bf16"
+  "attention|sm80|256|256|fp16|fp16"
 
   "copy_pages|simt|any|any|any|any"
 
@@ -73,6 +75,10 @@ set(TURBOATTN_KERNEL_MATRIX
   "decode|sm80|128|128|fp16|int8"
   "decode|sm80|128|128|fp16|int4"
   "decode|sm80|128|128|fp16|fp8"
+  "decode|sm80|256|256|bf16|bf16"
+  "decode|sm80|256|256|bf16|int8"
+  "decode|sm80|256|256|fp16|fp16"
+  "decode|sm80|256|256|fp16|int8"
 
   "gather|simt|any|any|bf16|bf16"
   "gather|simt|any|any|bf16|int8"
@@ -103,4 +109,8 @@ set(TURBOATTN_KERNEL_MATRIX
   "prefill|sm80|128|128|fp16|int8"
   "prefill|sm80|128|128|fp16|int4"
   "prefill|sm80|128|128|fp16|fp8"
+  "prefill|sm80|256|256|bf16|bf16"
+  "prefill|sm80|256|256|bf16|int8"
+  "prefill|sm80|256|256|fp16|fp16"
+  "prefill|sm80|256|256|fp16|int8"
 )

@@ -1,7 +1,7 @@
 // The decode mainloop of the sm80 family: one warp, 16 keys a step, mma m16n8k16 with keys as the 16 rows and query rows
 // as the columns, so that a group of up to 8 heads wastes nothing.
 //
-//   S^T [16 keys, rows] = K [16, D] Q^T          A = K by ldmatrix,             B = Q^T, in registers for the whole unit
+//   S^T [16 keys, rows] = K [16, D] Q^T          A = K by ldmatrix,             B = Q^T, in registers or shared memory
 //   O^T [D, rows]      += V^T [D, 16] P^T        A = V^T by ldmatrix.trans,     B = P^T, S^T transposed by movmatrix
 //
 // The columns of S^T and O^T are the same in every lane, so the softmax state of a column lives where its sums do. Codes
@@ -78,7 +78,7 @@ struct MainloopSm80 {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
 
-  uint32_t q[kColumns][kDim / 16][2];
+  uint2 q[kColumns][kDim / 16];  // B fragments, where there are registers for them
   float o[kDim / 16][kColumns][4] = {};
   float max[kColumns][2];  // of x (see ScoreRule), by column 2 c + e
   float sum[kColumns][2] = {};
@@ -186,7 +186,7 @@ struct MainloopSm80 {
 
   // ---- fragments
 
-  // The element of a key with which B fragment i of step k begins.
+  // The element of a key with which B fragment i of step k begins. Codes: both fragments are next to each other.
   __device__ int QueryElement(int k, int i) const {
     if constexpr (Traits::kQuantised) {
       constexpr int kPerWord = Codes::kPerWord, kStepsPerWord = kPerWord / 4;
@@ -196,20 +196,24 @@ struct MainloopSm80 {
     }
   }
 
-  // Fragments of Q^T from the tile in shared memory.
-  __device__ void LoadQuery() {
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-      const int row = 8 * n + lane / 4;
-#pragma unroll
-      for (int k = 0; k < kDim / 16; ++k) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int d = QueryElement(k, i);
-          const E* element = shared.query + SwizzledChunk<kDim / kChunk>(row, d / kChunk) * kChunk + d % kChunk;
-          q[n][k][i] = *reinterpret_cast<const uint32_t*>(element);
-        }
-      }
+  // B fragments of Q^T from the tile in shared memory.
+  __device__ uint2 LoadQuery(int n, int k) const {
+    const auto at = [&](int d) {
+      return shared.query + SwizzledChunk<kDim / kChunk>(8 * n + lane / 4, d / kChunk) * kChunk + d % kChunk;
+    };
+    if constexpr (Traits::kQuantised) {
+      return *reinterpret_cast<const uint2*>(at(QueryElement(k, 0)));
+    } else {
+      return {*reinterpret_cast<const uint32_t*>(at(QueryElement(k, 0))),
+              *reinterpret_cast<const uint32_t*>(at(QueryElement(k, 1)))};
+    }
+  }
+
+  __device__ uint2 Query(int n, int k) const {
+    if constexpr (Traits::kQueryInRegisters) {
+      return q[n][k];
+    } else {
+      return LoadQuery(n, k);
     }
   }
 
@@ -242,7 +246,10 @@ struct MainloopSm80 {
             const uint32_t a[4] = {low[j], high[j], low[j + 1], high[j + 1]};
             const int k = ((chunk + i) * kPairs + j) / 2;
 #pragma unroll
-            for (int n = 0; n < kColumns; ++n) Mma<E>(s[n], a, q[n][k][0], q[n][k][1]);
+            for (int n = 0; n < kColumns; ++n) {
+              const uint2 query = Query(n, k);
+              Mma<E>(s[n], a, query.x, query.y);
+            }
           }
         }
       }
@@ -252,7 +259,10 @@ struct MainloopSm80 {
         uint32_t a[4];
         LoadMatrix4(a, tile + SwizzledChunk<kStoredChunks>(row, 2 * k + half) * 16);
 #pragma unroll
-        for (int n = 0; n < kColumns; ++n) Mma<E>(s[n], a, q[n][k][0], q[n][k][1]);
+        for (int n = 0; n < kColumns; ++n) {
+          const uint2 query = Query(n, k);
+          Mma<E>(s[n], a, query.x, query.y);
+        }
       }
     }
   }
@@ -459,7 +469,13 @@ struct MainloopSm80 {
   }
 
   __device__ void Run() {
-    LoadQuery();
+    if constexpr (Traits::kQueryInRegisters) {
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+        for (int k = 0; k < kDim / 16; ++k) q[n][k] = LoadQuery(n, k);
+      }
+    }
     LookUp(0);
     for (int step = 0; step < kSteps - 1; ++step) Load(step);
 #pragma unroll 1

@@ -137,9 +137,10 @@ struct MainloopSm80 {
   // kWhole: all keys of the block exist and are seen, so none is left out.
   template <bool kWhole>
   __device__ void CopyTile(const void* array, RunRange seen, int first_key) {
-    constexpr int kRowsPerPass = Traits::kThreads / kStoredChunks;  // a multiple of 8: rows keep their swizzle
+    constexpr int kRowsPerPass = Traits::kThreads / kStoredChunks;
+    static_assert(kRowsPerPass % 4 == 0);
     const int r0 = threadIdx.x / kStoredChunks, chunk = threadIdx.x % kStoredChunks;
-    const uint32_t to = SharedAddress(shared.ring[load_slot]) + SwizzledChunk<kStoredChunks>(r0, chunk) * 16;
+    const uint32_t tile = SharedAddress(shared.ring[load_slot]);
     const char* from = static_cast<const char*>(array) + chunk * 16;
     int64_t step = 0;  // bytes from pass to pass
     if constexpr (kPaged) {
@@ -151,18 +152,20 @@ struct MainloopSm80 {
     }
 #pragma unroll
     for (int pass = 0; pass < kKeys / kRowsPerPass; ++pass) {
-      const int r = pass * kRowsPerPass + r0;
+      // The swizzle repeats every 8 rows, so that only 512-byte rows, 4 a pass, have more than one of it.
+      const int first = pass * kRowsPerPass, within = first % 8, r = first + r0;
       const char* address;
       bool valid = kWhole || (first_key + r >= seen.lo && first_key + r < seen.hi);
       if constexpr (kPaged) {
         const int g = __shfl_sync(~0u, group, r / 8);
-        address = from + static_cast<int64_t>(g) * (8 * Traits::kStoredBytes);
+        address = from + within * Traits::kStoredBytes + static_cast<int64_t>(g) * (8 * Traits::kStoredBytes);
         if (!kWhole) valid = valid && g != kNoGroup;
       } else {
         address = from + pass * step;
       }
       if (!kWhole && !valid) address = static_cast<const char*>(array);
-      CopyAsync16(to + pass * kRowsPerPass * Traits::kStoredBytes, address, kWhole || valid);
+      const uint32_t to = tile + SwizzledChunk<kStoredChunks>(within + r0, chunk) * 16;
+      CopyAsync16(to + (first - within) * Traits::kStoredBytes, address, kWhole || valid);
     }
   }
 
