@@ -34,7 +34,7 @@ struct Codec<E, DType::kFloat8E4M3> {
 
  private:
   static __device__ __forceinline__ float Low(uint32_t pair) { return ToFloat(fp16{static_cast<uint16_t>(pair)}); }
-  static __device__ __forceinline__ float High(uint32_t pair) { return ToFloat(fp16{static_cast<uint16_t>(pair >> 16)}); }
+  static __device__ __forceinline__ float High(uint32_t pair) { return Low(pair >> 16); }
 
   static __device__ __forceinline__ uint32_t Decode(float low, float high, Scale scale) {
     return ClampPair<E>(Pack<E>(__fmul_rn(low, scale.scale), __fmul_rn(high, scale.scale)), scale.limit);

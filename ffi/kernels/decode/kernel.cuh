@@ -77,7 +77,8 @@ __device__ Share ShareOf(const PagedAttentionParams& params, int64_t b) {
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks) DecodeSm80(const __grid_constant__ PagedAttentionParams params) {
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
+    DecodeSm80(const __grid_constant__ PagedAttentionParams params) {
   using E = typename Traits::E;
   constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kThreads = Traits::kThreads;
   extern __shared__ __align__(128) unsigned char s_bytes[];
