@@ -98,12 +98,14 @@ template <class E>
 __device__ __forceinline__ uint32_t ClampPair(uint32_t pair, uint32_t limit);
 template <>
 __device__ __forceinline__ uint32_t ClampPair<bf16>(uint32_t pair, uint32_t limit) {
-  asm("min.NaN.bf16x2 %0, %0, %1; max.NaN.bf16x2 %0, %0, %2;" : "+r"(pair) : "r"(limit), "r"(limit | 0x80008000u));
+  asm("min.NaN.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(limit));
+  asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(pair) : "r"(limit | 0x80008000u));
   return pair;
 }
 template <>
 __device__ __forceinline__ uint32_t ClampPair<fp16>(uint32_t pair, uint32_t limit) {
-  asm("min.NaN.f16x2 %0, %0, %1; max.NaN.f16x2 %0, %0, %2;" : "+r"(pair) : "r"(limit), "r"(limit | 0x80008000u));
+  asm("min.NaN.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(limit));
+  asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(limit | 0x80008000u));
   return pair;
 }
 
