@@ -190,6 +190,9 @@ __device__ inline int GroupOf(const PagedAttentionParams& params) {
 __device__ inline int GroupOf(const LinearAttentionParams& params) {
   return static_cast<int>(params.num_heads) / static_cast<int>(params.num_kv_heads);
 }
+// Keys that follow each other in the pool; plain arrays have no such pages.
+TA_HD int64_t PageSizeOf(const PagedAttentionParams& params) { return params.cache.page_size; }
+TA_HD int64_t PageSizeOf(const LinearAttentionParams&) { return 0; }
 TA_HD int64_t ValueDimOf(const PagedAttentionParams& params) { return params.cache.value_dim; }
 TA_HD int64_t ValueDimOf(const LinearAttentionParams& params) { return params.value_dim; }
 // Rows of the query array, without the head axis.

@@ -109,11 +109,14 @@ struct MainloopSm80 {
       }
       const RunRange seen = blocks.seen[run];
       const bool whole = load_mapped == kAllMapped && first_key >= seen.lo && first_key + kKeys <= seen.hi;
+      const bool one_page = PageSizeOf(params) >= kKeys;
       const void* array = load_values ? ValueArray(params) : KeyArray(params);
-      if (whole) {
-        CopyTile<true>(array, seen, first_key);
+      if (whole && one_page) {
+        CopyTile<true, true>(array, seen, first_key);
+      } else if (whole) {
+        CopyTile<true, false>(array, seen, first_key);
       } else {
-        CopyTile<false>(array, seen, first_key);
+        CopyTile<false, false>(array, seen, first_key);
       }
       if constexpr (Traits::kQuantised) {
         CopyParams(load_values ? params.cache.value_params : params.cache.key_params, seen, first_key);
@@ -125,15 +128,18 @@ struct MainloopSm80 {
     CommitCopies();
   }
 
-  // kWhole: all keys of the block exist and are seen, so none is left out.
-  template <bool kWhole>
+  // kWhole: all keys of the block exist and are seen, so none is left out. kOnePage: and their rows follow each other.
+  template <bool kWhole, bool kOnePage>
   __device__ void CopyTile(const void* array, RunRange seen, int first_key) {
     constexpr int kRowsPerPass = Traits::kThreads / kStoredChunks;  // a multiple of 8: rows keep their swizzle
     const int r0 = threadIdx.x / kStoredChunks, chunk = threadIdx.x % kStoredChunks;
     const uint32_t to = SharedAddress(shared.ring[load_slot]) + SwizzledChunk<kStoredChunks>(r0, chunk) * 16;
     const char* from = static_cast<const char*>(array) + chunk * 16;
     int64_t step = 0;  // bytes from pass to pass
-    if constexpr (kPaged) {
+    if constexpr (kPaged && kOnePage) {
+      from += (static_cast<int64_t>(__shfl_sync(~0u, group, 0)) * 8 + r0) * Traits::kStoredBytes;
+      step = kRowsPerPass * Traits::kStoredBytes;
+    } else if constexpr (kPaged) {
       from += r0 % 8 * Traits::kStoredBytes;
     } else {
       from += (FirstKeyRow(params, b, head) + static_cast<int64_t>(first_key + r0) * params.num_kv_heads) *
@@ -145,7 +151,7 @@ struct MainloopSm80 {
       const int r = pass * kRowsPerPass + r0;
       const char* address;
       bool valid = kWhole || (first_key + r >= seen.lo && first_key + r < seen.hi);
-      if constexpr (kPaged) {
+      if constexpr (kPaged && !kOnePage) {
         const int g = __shfl_sync(~0u, group, r / 8);
         address = from + static_cast<int64_t>(g) * (8 * Traits::kStoredBytes);
         if (!kWhole) valid = valid && g != kNoGroup;
