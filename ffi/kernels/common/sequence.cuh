@@ -169,7 +169,8 @@ __device__ inline PagedKeys KeysOf(const PagedAttentionParams& params, int64_t b
           head};
 }
 
-// Row of key 0 in plain arrays; keys are num_kv_heads rows apart.
+// Row of key 0 in plain arrays, whose keys are num_kv_heads rows apart; pages have none.
+__device__ inline int64_t FirstKeyRow(const PagedAttentionParams&, int64_t, int64_t) { return 0; }
 __device__ inline int64_t FirstKeyRow(const LinearAttentionParams& params, int64_t b, int64_t head) {
   const int64_t first = params.ragged ? ClampRange(params.kv_ranges, b, params.num_keys).lo : b * params.num_keys;
   return first * params.num_kv_heads + head;

@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
   const int64_t first_token = Divide(first_row, group), last_token = Divide(first_row + rows - 1, group);
   if (threadIdx.x == 0) {
     shared.view = view;
+    shared.first_key_row = FirstKeyRow(params, found.b, head);
     shared.blocks = BlockList<Traits::kKeys>(view, first_token, min(last_token, view.q_len - 1));
   }
   FillTileRows<kRows>(params, view, head, first_row, rows, &shared.rows);

@@ -30,6 +30,7 @@ struct SharedSm80 {
   TileRows<Traits::kRows> rows;
   SequenceView view;
   BlockList<Traits::kKeys> blocks;
+  int64_t first_key_row;  // of plain arrays
 };
 
 // One tile of rows over all its blocks. Accumulators live in the fields, so everything is inlined.
@@ -142,8 +143,7 @@ struct MainloopSm80 {
     } else if constexpr (kPaged) {
       from += r0 % 8 * Traits::kStoredBytes;
     } else {
-      from += (FirstKeyRow(params, b, head) + static_cast<int64_t>(first_key + r0) * params.num_kv_heads) *
-              Traits::kStoredBytes;
+      from += (shared.first_key_row + static_cast<int64_t>(first_key + r0) * params.num_kv_heads) * Traits::kStoredBytes;
       step = kRowsPerPass * params.num_kv_heads * Traits::kStoredBytes;
     }
 #pragma unroll
