@@ -2,6 +2,7 @@
 #ifndef TURBOATTN_KERNELS_PREFILL_KERNEL_CUH_
 #define TURBOATTN_KERNELS_PREFILL_KERNEL_CUH_
 
+#include "kernels/common/merge_parts.cuh"
 #include "kernels/prefill/mainloop_sm80.cuh"
 
 namespace turboattn::prefill {
@@ -20,7 +21,38 @@ __host__ __device__ int64_t MaxTiles(const Params& params) {
   return QueryRows(params) * group / kRows + BatchOf(params);  // each sequence has at most one tile that is not full
 }
 
-// Blocks: kv head major, tiles of a head in descending order within a sequence, so that the longest causal tiles of a
+// Parts that the keys of a tile are cut in.
+TA_HD int SplitsOf(const PagedAttentionParams& params) { return params.plan.prefill_splits; }
+TA_HD int SplitsOf(const LinearAttentionParams&) { return 1; }
+
+// What a split tile leaves in the workspace. rows == 0: there is no such tile.
+struct TileInfo {
+  int b;
+  int first_row;  // of the sequence; split calls have few rows
+  int rows;
+  int unused;
+};
+static_assert(sizeof(TileInfo) == kTileInts * sizeof(int32_t));
+
+template <int kRows, int kDim>
+struct SplitWorkspace {
+  TileInfo* info;
+  float* data;
+  int splits;
+
+  __device__ explicit SplitWorkspace(const PagedAttentionParams& params) : splits(params.plan.prefill_splits) {
+    info = reinterpret_cast<TileInfo*>(static_cast<char*>(params.workspace.data) + params.plan.prefill_offset);
+    data = reinterpret_cast<float*>(info + params.plan.prefill_tiles);
+  }
+  __device__ explicit SplitWorkspace(const LinearAttentionParams&) : info(nullptr), data(nullptr), splits(1) {}
+  __device__ float* Part(int64_t tile, int split) const { return data + (tile * splits + split) * (kRows * (kDim + 2)); }
+  __device__ PartRow Row(int64_t tile, int split, int row) const {
+    const float* part = Part(tile, split);
+    return {part + row * kDim, part + kRows * kDim + row, part + kRows * kDim + kRows + row};
+  }
+};
+
+// Blocks: parts of a tile fastest, kv head major, tiles of a head in descending order within a sequence, so that the longest causal tiles of a
 // sequence start first.
 template <class Traits, class Params>
 __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_constant__ Params params) {
@@ -35,7 +67,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
   }
   if (BatchOf(params) == 0) return;
   const int64_t group = GroupOf(params), max_tiles = MaxTiles<kRows>(params);
-  const int64_t head = Divide(blockIdx.x, max_tiles), number = blockIdx.x - head * max_tiles;
+  const int splits = SplitsOf(params), split = static_cast<int>(blockIdx.x) % splits;
+  const int64_t tile_index = static_cast<int>(blockIdx.x) / splits;
+  const SplitWorkspace<kRows, Traits::kDim> workspace(params);
+  const int64_t head = Divide(tile_index, max_tiles), number = tile_index - head * max_tiles;
   const int64_t uniform = UniformQueryLength(params), skipped = SkippedLength(params);
   FoundTile found;
   int64_t length;  // tokens whose rows this kernel writes
@@ -52,7 +87,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
     };
     const auto tiles = [&](int64_t b) { return (tokens(b) * group + kRows - 1) / kRows; };
     found = FindTile<Traits::kThreads>(BatchOf(params), number, tiles);
-    if (found.b >= BatchOf(params)) return;
+    if (found.b >= BatchOf(params)) {
+      if (splits > 1 && split == 0 && threadIdx.x == 0) workspace.info[tile_index] = TileInfo{};
+      return;
+    }
     length = tokens(found.b);
     found.index = tiles(found.b) - 1 - found.index;
   }
@@ -62,8 +100,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
   const int64_t first_token = Divide(first_row, group), last_token = Divide(first_row + rows - 1, group);
   if (threadIdx.x == 0) {
     shared.view = view;
-    shared.first_key_row = FirstKeyRow(params, found.b, head);
     shared.blocks = BlockList<Traits::kKeys>(view, first_token, min(last_token, view.q_len - 1));
+    shared.begin = static_cast<int>(static_cast<int64_t>(shared.blocks.total()) * split / splits);
+    shared.end = static_cast<int>(static_cast<int64_t>(shared.blocks.total()) * (split + 1) / splits);
+    shared.num_rows = rows;
+    shared.first_key_row = FirstKeyRow(params, found.b, head);
+    if (splits > 1 && split == 0) {
+      workspace.info[tile_index] = {static_cast<int>(found.b), static_cast<int>(first_row), rows, 0};
+    }
   }
   FillTileRows<kRows>(params, view, head, first_row, rows, &shared.rows);
   __syncthreads();
@@ -81,9 +125,22 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       const int row = mainloop.WarpRow() + 16 * f + 8 * half + lane / 4;
-      if (row >= rows) continue;
+      if (row >= shared.num_rows) continue;
+      if (SplitsOf(params) > 1) {
+        float* part = workspace.Part(tile_index, split);
+#pragma unroll
+        for (int d = 0; d < Traits::kDim / 8; ++d) {
+          *reinterpret_cast<float2*>(part + row * Traits::kDim + 8 * d + lane % 4 * 2) = {mainloop.o[f][d][2 * half],
+                                                                                       mainloop.o[f][d][2 * half + 1]};
+        }
+        if (lane % 4 == 0) {
+          part[kRows * Traits::kDim + row] = mainloop.max[f][half] * mainloop.rule.to_log2;
+          part[kRows * Traits::kDim + kRows + row] = sum;
+        }
+        continue;
+      }
       // Dense rows past query_lens have no denominator, not even the sink.
-      const float* sinks = shared.rows.token[row] < view.first_token + view.q_len ? params.score.sinks : nullptr;
+      const float* sinks = shared.rows.token[row] < shared.view.first_token + shared.view.q_len ? params.score.sinks : nullptr;
       const RowEnd end = EndRow(mainloop.max[f][half] * mainloop.rule.to_log2, sum, sinks, shared.rows.head[row]);
       const int64_t out_row = shared.rows.token[row] * params.num_heads + shared.rows.head[row];
       if (lane % 4 == 0) params.lse[out_row] = end.lse;
@@ -93,6 +150,24 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
                      mainloop.o[f][d][2 * half] * end.factor, mainloop.o[f][d][2 * half + 1] * end.factor);
       }
     }
+  }
+}
+
+// One warp a row of a split tile. Grid-stride over (tile, row).
+template <class Traits>
+__global__ void __launch_bounds__(kWarp) MergeSplitsSm80(const __grid_constant__ PagedAttentionParams params) {
+  constexpr int kRows = Traits::kRows;
+  const SplitWorkspace<kRows, Traits::kDim> workspace(params);
+  const int64_t group = GroupOf(params), tiles_per_head = Divide(params.plan.prefill_tiles, params.cache.num_kv_heads);
+  for (int64_t item = blockIdx.x; item < params.plan.prefill_tiles * kRows; item += gridDim.x) {
+    const int64_t tile = item / kRows;
+    const int row = static_cast<int>(item % kRows);
+    const TileInfo info = workspace.info[tile];
+    if (row >= info.rows) continue;
+    const int64_t r = info.first_row + row, i = Divide(r, group), head = Divide(tile, tiles_per_head);
+    MergeParts<typename Traits::E, Traits::kDim>(
+        params, workspace.splits, [&](int split) { return workspace.Row(tile, split, row); },
+        QueryRange(params.seqs, info.b).lo + i, static_cast<int>(head * group + (r - i * group)));
   }
 }
 

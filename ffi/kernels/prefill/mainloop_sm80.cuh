@@ -31,6 +31,8 @@ struct SharedSm80 {
   SequenceView view;
   BlockList<Traits::kKeys> blocks;
   int64_t first_key_row;  // of plain arrays
+  int begin, end;         // blocks [begin, end) of the list are this part's
+  int num_rows;
 };
 
 // One tile of rows over all its blocks. Accumulators live in the fields, so everything is inlined.
@@ -76,7 +78,7 @@ struct MainloopSm80 {
         rule(MakeScoreRule(params.score)),
         b(b),
         head(head),
-        load_block(blocks.total() - 1) {
+        load_block(shared.end - 1) {
     for (int f = 0; f < kFragments; ++f) max[f][0] = max[f][1] = -Infinity();
   }
 
@@ -86,7 +88,7 @@ struct MainloopSm80 {
   __device__ void LookUp(int block) {
     if constexpr (kPaged) {
       next_present = false;
-      if (block < 0) return;
+      if (block < shared.begin) return;
       const int run = blocks.RunOf(block), lane = threadIdx.x % 32, j = blocks.FirstKey(block) + 8 * lane;
       const RunRange seen = blocks.seen[run];
       next_present = lane < kGroups && j < seen.hi && j + 8 > seen.lo;
@@ -97,7 +99,7 @@ struct MainloopSm80 {
   // The next tile of the order into the ring; nothing when there is none left. One group of copies either way.
   __device__ void LoadNext() {
     if (!load_values) mapped_queue <<= 16;
-    if (load_block >= 0) {
+    if (load_block >= shared.begin) {
       const int run = blocks.RunOf(load_block), first_key = blocks.FirstKey(load_block);
       if (!load_values) {
         if constexpr (kPaged) {
@@ -419,7 +421,7 @@ struct MainloopSm80 {
       return tile;
     };
 #pragma unroll 1
-    for (int block = blocks.total() - 1; block >= 0; --block) {
+    for (int block = shared.end - 1; block >= shared.begin; --block) {
       const int run = blocks.RunOf(block), first_key = blocks.FirstKey(block);
       float s[kFragments][kKeys / 8][4] = {};
       MultiplyKeys(next_tile(), s);
