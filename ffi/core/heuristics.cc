@@ -30,8 +30,8 @@ constexpr int64_t kMaxPrefillSplits = 64;
 
 void PlanPrefill(const PagedShape& shape, int64_t group, PagedPlan* plan) {
   const int64_t rows = PrefillRows(shape.value_dim);
-  const int64_t tiles = shape.uniform_q_len > 0 ? shape.batch * CeilDiv(shape.uniform_q_len * group, rows)
-                                                : shape.num_tokens * group / rows + shape.batch;
+  const int64_t tiles = PrefillTiles(shape.batch, shape.num_tokens, shape.uniform_q_len, group, rows,
+                                     plan->runs_decode ? plan->decode_q_len : 0);
   plan->prefill_tiles = tiles * shape.num_kv_heads;
   if (shape.batch_invariant || plan->prefill_tiles == 0) return;  // the number of tiles depends on the batch
   const int64_t splits = std::min({kFillBlocks / plan->prefill_tiles, shape.max_keys / kMinSplitKeys, kMaxPrefillSplits});

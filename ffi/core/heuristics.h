@@ -66,6 +66,18 @@ constexpr int PrefillRows(int64_t value_dim) {
   return value_dim <= 128 ? 128 : 64;
 }
 
+// Tiles of one kv head: exact for sequences of one length, else what disjoint ranges of rows can make: a sequence has at
+// most one tile that is not full, and is longer than `skipped` tokens.
+#if defined(__CUDACC__)
+__host__ __device__
+#endif
+constexpr int64_t PrefillTiles(int64_t batch, int64_t num_tokens, int64_t uniform_q_len, int64_t group, int64_t rows,
+                               int64_t skipped) {
+  if (uniform_q_len > 0) return batch * ((uniform_q_len * group + rows - 1) / rows);
+  const int64_t sequences = num_tokens / (skipped + 1);
+  return num_tokens * group / rows + (sequences < batch ? sequences : batch);
+}
+
 // At prefill_offset: int32[prefill_tiles, kTileInts] that describe the tiles, then for each (tile, part) float
 // O[rows, Dv], max[rows], sum[rows].
 constexpr int64_t kTileInts = 4;

@@ -40,10 +40,16 @@ struct KeyRun {
   __device__ int64_t Position(int j) const { return first + static_cast<int64_t>(j) * stride; }
 };
 
-// Keys of one run, by index: lo <= hi.
+// Keys of one run, by index: 0 <= lo <= hi. Compared by differences: sums may pass INT_MAX.
 struct RunRange {
   int lo;
   int hi;
+
+  __device__ bool Holds(int key) const { return key >= lo && key < hi; }
+  // All of `count` keys from `first`.
+  __device__ bool HoldsAll(int first, int count) const { return first >= lo && hi - first >= count; }
+  // One or more of them.
+  __device__ bool Meets(int first, int count) const { return first < hi && lo - first < count; }
 };
 
 // The keys of a shared prefix (run 0, mostly empty), then the sequence's own (run 1).
@@ -88,8 +94,12 @@ struct BlockList {
       seen[run] = t1 < t0 ? RunRange{0, 0} : view.UnionOf(run, t0, t1);
       common[run] = t1 < t0 ? RunRange{0, 0} : view.CommonTo(run, t0, t1);
       first[run] = seen[run].lo / kKeys;
-      count[run] = seen[run].hi > seen[run].lo ? (seen[run].hi + kKeys - 1) / kKeys - first[run] : 0;
+      count[run] = seen[run].hi > seen[run].lo ? (seen[run].hi - 1) / kKeys + 1 - first[run] : 0;
     }
+  }
+  // Keys are looked at row by row in every block: not all rows of the tile see what the list was made for.
+  __device__ void ForgetCommon() {
+    for (int run = 0; run < kRuns; ++run) common[run] = {0, 0};
   }
   __device__ int total() const { return count[0] + count[1]; }
   __device__ int RunOf(int block) const { return block < count[0] ? 0 : 1; }

@@ -140,6 +140,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) DecodeSm80(const __grid_c
       // A sequence without a key to see has one block in the list and none here.
       const int keyed = shared.blocks.total() == 0 ? 0 : num_blocks;
       MainloopSm80<Traits> mainloop(params, shared, b, head, first_block, keyed, q_len > 1 || view.has_tree);
+      mainloop.LookUp(0);
+      mainloop.LoadQuery();
+      __syncthreads();  // the rings take the query's place
       mainloop.Run();
       __syncthreads();  // the rings become the exchange buffer
       mainloop.Publish();

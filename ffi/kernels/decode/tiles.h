@@ -14,9 +14,10 @@ static_assert(kWarpKeys == 16, "the rows of one m16 tile");
 
 // Steps in a warp's ring, by the bytes of a stored row: K and V of 16 keys are 32 rows. Little's law: 3 TB/s times about
 // 700 ns over 132 SMs is 16 KB in flight on each; two blocks of 4 warps with 2 steps of 8 KB on their way have 128 KB.
-// A block's ring must stay below 100 KB so that two fit.
+// A block's memory must stay below 99 KB: two then fit on an SM, and one on the cards of 8.6 and 8.9.
 template <int kStoredBytes>
-constexpr int kStages = kStoredBytes == 256 ? 3 : kStoredBytes == 128 ? 6 : 8;
+constexpr int kStages = kStoredBytes == 256 ? 3 : kStoredBytes == 128 ? 5 : 8;
+constexpr int kMaxSharedBytes = 98 * 1024;  // beside what is static
 
 }  // namespace turboattn::decode
 
