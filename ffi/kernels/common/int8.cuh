@@ -1,58 +1,35 @@
-// int8 codes to E, exactly as the contract decodes them: E(code * scale + zero). The product of an 8-bit code and a
-// scale of at most 11 significant bits is exact in float32, so one fma rounds like the multiplication and the addition.
+// int8 codes to E: see codec.cuh.
 #ifndef TURBOATTN_KERNELS_COMMON_INT8_CUH_
 #define TURBOATTN_KERNELS_COMMON_INT8_CUH_
 
-#include <cstdint>
-
-#include "kernels/common/dtypes.h"
-#include "kernels/common/kv_codec.h"
+#include "kernels/common/codec.cuh"
 
 namespace turboattn {
 
-// (scale, zero) as they are stored, two E.
 template <class E>
-__device__ __forceinline__ RowScale UnpackRowScale(uint32_t packed) {
-  E scale, zero;
-  scale.bits = static_cast<uint16_t>(packed);
-  zero.bits = static_cast<uint16_t>(packed >> 16);
-  return {ToFloat(scale), ToFloat(zero)};
-}
+struct Codec<E, DType::kInt8> {
+  using Scale = RowScale;
+  static constexpr int kPerWord = 4;
 
-// Byte `kByte` of four codes as a float: under the exponent of 2^23 the code is the low mantissa byte.
-template <int kByte>
-__device__ __forceinline__ float CodeToFloat(uint32_t codes) {
-  return __uint_as_float(__byte_perm(codes, 0x4b000000u, 0x7650 | kByte)) - 8388608.f;
-}
+  static __device__ __forceinline__ void Neighbours(uint32_t word, Scale scale, uint32_t (&pairs)[2]) {
+    pairs[0] = DecodePair<E>(ToFloat<0>(word), ToFloat<1>(word), scale, scale);
+    pairs[1] = DecodePair<E>(ToFloat<2>(word), ToFloat<3>(word), scale, scale);
+  }
 
-template <class E>
-__device__ __forceinline__ uint32_t PackSaturated(float low, float high);
-template <>
-__device__ __forceinline__ uint32_t PackSaturated<bf16>(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  // Decoded rows are finite or all NaN: Inf is an overflow, which saturates.
-  asm("{ .reg .b32 top, bottom; mov.b32 top, 0x7f7f7f7f; mov.b32 bottom, 0xff7fff7f;\n"
-      "min.NaN.bf16x2 %0, %0, top; max.NaN.bf16x2 %0, %0, bottom; }"
-      : "+r"(packed));
-  return packed;
-}
-template <>
-__device__ __forceinline__ uint32_t PackSaturated<fp16>(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  asm("{ .reg .b32 top, bottom; mov.b32 top, 0x7bff7bff; mov.b32 bottom, 0xfbfffbff;\n"
-      "min.NaN.f16x2 %0, %0, top; max.NaN.f16x2 %0, %0, bottom; }"
-      : "+r"(packed));
-  return packed;
-}
+  static __device__ __forceinline__ void AcrossRows(uint32_t word, Scale low, Scale high, uint32_t (&pairs)[2]) {
+    pairs[0] = DecodePair<E>(ToFloat<0>(word), ToFloat<2>(word), low, high);
+    pairs[1] = DecodePair<E>(ToFloat<1>(word), ToFloat<3>(word), low, high);
+  }
 
-// Bytes kLow and kHigh of `codes`, of rows with these parameters.
-template <class E, int kLow, int kHigh>
-__device__ __forceinline__ uint32_t DecodeCodes(uint32_t codes, RowScale low, RowScale high) {
-  return PackSaturated<E>(__fmaf_rn(CodeToFloat<kLow>(codes), low.scale, low.zero),
-                          __fmaf_rn(CodeToFloat<kHigh>(codes), high.scale, high.zero));
-}
+  static __device__ __forceinline__ int UnitElement(int unit, int i) { return 2 * unit + i; }
+
+ private:
+  // Under the exponent of 2^23 a byte is the low mantissa byte.
+  template <int kByte>
+  static __device__ __forceinline__ float ToFloat(uint32_t word) {
+    return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7650 | kByte)) - 0x1p23f;
+  }
+};
 
 }  // namespace turboattn
 

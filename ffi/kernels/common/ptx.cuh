@@ -93,14 +93,46 @@ __device__ __forceinline__ uint32_t Pack<fp16>(float low, float high) {
   return packed;
 }
 
-// Whether one of eight E is Inf or NaN: an exponent of all ones carries into the sign's place when 1 is added to it.
+// Each of two E, cut to -limit .. limit; `limit`: two E too. NaN stays NaN.
+template <class E>
+__device__ __forceinline__ uint32_t ClampPair(uint32_t pair, uint32_t limit);
+template <>
+__device__ __forceinline__ uint32_t ClampPair<bf16>(uint32_t pair, uint32_t limit) {
+  asm("min.NaN.bf16x2 %0, %0, %1; max.NaN.bf16x2 %0, %0, %2;" : "+r"(pair) : "r"(limit), "r"(limit | 0x80008000u));
+  return pair;
+}
+template <>
+__device__ __forceinline__ uint32_t ClampPair<fp16>(uint32_t pair, uint32_t limit) {
+  asm("min.NaN.f16x2 %0, %0, %1; max.NaN.f16x2 %0, %0, %2;" : "+r"(pair) : "r"(limit), "r"(limit | 0x80008000u));
+  return pair;
+}
+
+// The e4m3 values in the two low bytes as two fp16, which hold every e4m3.
+__device__ __forceinline__ uint32_t Fp8ToFp16(uint32_t codes) {
+  uint32_t pair;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(codes)));
+#else
+  const uint32_t spread = __byte_perm(codes, 0, 0x1404);  // each in the high byte of a half
+  const uint32_t body = spread & 0x7f007f00u;
+  const uint32_t nan = (body + 0x01000100u) & 0x80008000u;  // the sign's place in a half
+  // One place to the right, the exponent is where fp16 has it with a bias of 15 for 7: times 2^8 makes up for that.
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"((spread & 0x80008000u) | body >> 1), "r"(0x5c005c00u));
+  pair |= nan - (nan >> 15);  // 0x7fff
+#endif
+  return pair;
+}
+
+// Whether one of the values in 16 bytes is Inf or NaN: an exponent of all ones carries into the sign's place when 1 is
+// added to it. fp8 has NaN only, with the mantissa all ones too.
 template <class E>
 __device__ __forceinline__ bool HasNonFinite(uint4 packed) {
-  constexpr uint32_t kExponents = std::is_same_v<E, bf16> ? 0x7f807f80u : 0x7c007c00u;
+  constexpr bool kFp8 = std::is_same_v<E, fp8_e4m3>;
+  constexpr uint32_t kExponents = kFp8 ? 0x7f7f7f7fu : std::is_same_v<E, bf16> ? 0x7f807f80u : 0x7c007c00u;
   constexpr uint32_t kOnes = kExponents & ~(kExponents << 1);  // the exponents' lowest bits
   const uint32_t carries = ((packed.x & kExponents) + kOnes) | ((packed.y & kExponents) + kOnes) |
                            ((packed.z & kExponents) + kOnes) | ((packed.w & kExponents) + kOnes);
-  return (carries & 0x80008000u) != 0;
+  return (carries & (kFp8 ? 0x80808080u : 0x80008000u)) != 0;
 }
 
 // 2^x, within 2 ulp; 0 for -Inf.
@@ -121,8 +153,8 @@ __device__ __forceinline__ uint32_t Opaque(uint32_t x) {
 // fall into different banks, as ldmatrix needs, without padding.
 template <int kChunks>
 __device__ __forceinline__ int SwizzledChunk(int row, int chunk) {
-  static_assert(kChunks == 4 || kChunks == 8 || kChunks == 16);
-  return row * kChunks + (chunk ^ (kChunks == 4 ? (row >> 1) & 3 : row & 7));
+  static_assert(kChunks == 2 || kChunks == 4 || kChunks == 8 || kChunks == 16 || kChunks == 32);
+  return row * kChunks + (chunk ^ (kChunks == 2 ? (row >> 2) & 1 : kChunks == 4 ? (row >> 1) & 3 : row & 7));
 }
 
 }  // namespace turboattn

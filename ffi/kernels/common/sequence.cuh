@@ -179,6 +179,14 @@ __device__ inline PagedKeys KeysOf(const PagedAttentionParams& params, int64_t b
           head};
 }
 
+// The scale of kv head `head` of sequence b in an fp8 cache's parameters, [L,K]. No key of a sequence whose layer does
+// not exist is on a page, so any scale will do for its zeros.
+__device__ inline float HeadScale(const PagedAttentionParams& params, const void* scales, int64_t b, int64_t head) {
+  const int64_t layer = params.seqs.layer[b];
+  if (layer < 0 || layer >= params.cache.num_layers) return 0.f;
+  return static_cast<const float*>(scales)[layer * params.cache.num_kv_heads + head];
+}
+
 // Row of key 0 in plain arrays, whose keys are num_kv_heads rows apart; pages have none.
 __device__ inline int64_t FirstKeyRow(const PagedAttentionParams&, int64_t, int64_t) { return 0; }
 __device__ inline int64_t FirstKeyRow(const LinearAttentionParams& params, int64_t b, int64_t head) {

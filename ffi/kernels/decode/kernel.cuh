@@ -78,7 +78,7 @@ __device__ Share ShareOf(const PagedAttentionParams& params, int64_t b) {
 }
 
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, 2) DecodeSm80(const __grid_constant__ PagedAttentionParams params) {
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks) DecodeSm80(const __grid_constant__ PagedAttentionParams params) {
   using E = typename Traits::E;
   constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kThreads = Traits::kThreads;
   extern __shared__ __align__(128) unsigned char s_bytes[];
@@ -135,13 +135,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) DecodeSm80(const __grid_c
       }
       FillTileRows<kRows>(params, view, head, first_row, rows, &shared.rows);
       __syncthreads();
-      LoadQueryTile<E, kRows, kDim, kThreads>(params, b, shared.rows, rows, shared.query);
+      LoadQueryTile<E, kRows, kDim, kThreads>(params, b, shared.rows, rows, shared.query());
 
       // A sequence without a key to see has one block in the list and none here.
       const int keyed = shared.blocks.total() == 0 ? 0 : num_blocks;
       MainloopSm80<Traits> mainloop(params, shared, b, head, first_block, keyed, q_len > 1 || view.has_tree);
-      mainloop.LookUp(0);
-      mainloop.LoadQuery();
+      mainloop.Start();
       __syncthreads();  // the rings take the query's place
       mainloop.Run();
       __syncthreads();  // the rings become the exchange buffer

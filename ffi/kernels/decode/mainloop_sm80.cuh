@@ -1,18 +1,22 @@
 // The decode mainloop of the sm80 family: one warp, 16 keys a step, mma m16n8k16 with keys as the 16 rows and query rows
 // as the columns, so that a group of up to 8 heads wastes nothing.
 //
-//   S^T [16 keys, rows] = K [16, D] Q^T          A = K by ldmatrix,             B = Q^T, in registers for the whole unit
+//   S^T [16 keys, rows] = K [16, D] Q^T          A = K by ldmatrix,             B = Q^T, in registers or shared memory
 //   O^T [D, rows]      += V^T [D, 16] P^T        A = V^T by ldmatrix.trans,     B = P^T, S^T transposed by movmatrix
 //
-// The columns of S^T and O^T are the same in every lane, so the softmax state of a column lives where its sums do. int8
-// codes are decoded in registers between ldmatrix and mma. ldmatrix moves pairs of bytes, so the order of a row's
-// elements is permuted: within 16 elements, lane c holds 4 c .. 4 c + 3 of a key (the query's fragments are loaded in the
-// same order) and columns 2 g, 2 g + 1 of V^T (rows g and g + 8 of O^T are those: see ValueColumn).
+// The columns of S^T and O^T are the same in every lane, so the softmax state of a column lives where its sums do. Codes
+// are decoded in registers between ldmatrix and mma. ldmatrix moves 16 bits, two or four codes, so the order of a row's
+// elements is permuted. A lane holds one word of each 16-byte chunk of a key, 4 or 8 neighbours: 4 of them are its share
+// of a step of 16 elements, and the query's fragments are loaded in the same order (QueryElement). Of a value row it
+// holds 16 bits of each chunk: two codes are rows g and g + 8 of a tile of O^T (ValueColumn).
 #ifndef TURBOATTN_KERNELS_DECODE_MAINLOOP_SM80_CUH_
 #define TURBOATTN_KERNELS_DECODE_MAINLOOP_SM80_CUH_
 
 #include <cstdint>
+#include <type_traits>
 
+#include "kernels/common/fp8.cuh"
+#include "kernels/common/int4.cuh"
 #include "kernels/common/int8.cuh"
 #include "kernels/common/ptx.cuh"
 #include "kernels/common/query_tile.cuh"
@@ -26,7 +30,7 @@ namespace turboattn::decode {
 template <class Traits>
 struct RingSm80 {
   alignas(128) unsigned char tile[Traits::kSteps][2][Traits::kTileBytes];
-  uint32_t row_params[Traits::kSteps][2][Traits::kQuantised ? kWarpKeys : 1];
+  uint32_t row_params[Traits::kSteps][2][kHasRowParams<Traits::kKvDType> ? kWarpKeys : 1];
 };
 
 // What the warps leave for each other at the end of a part of a unit.
@@ -37,21 +41,34 @@ struct WarpResults {
   float sum[kWarps][Traits::kRows];
 };
 
+// The query tile gives its place to the rings when it goes to registers.
 template <class Traits>
 struct SharedSm80 {
   union {
     RingSm80<Traits> rings[kWarps];
     WarpResults<Traits> results;
-    typename Traits::E query[Traits::kRows * Traits::kDim];  // in registers before the first load
+    typename Traits::E query_at_first[Traits::kQueryInRegisters ? Traits::kRows * Traits::kDim : 1];
   };
+  alignas(128) typename Traits::E query_kept[Traits::kQueryInRegisters ? 8 : Traits::kRows * Traits::kDim];
   TileRows<Traits::kRows> rows;
   SequenceView view;
   BlockList<kDecodeKeys> blocks;
+
+  __device__ typename Traits::E* query() {
+    if constexpr (Traits::kQueryInRegisters) {
+      return query_at_first;
+    } else {
+      return query_kept;
+    }
+  }
 };
 
 template <class Traits>
 struct MainloopSm80 {
   using E = typename Traits::E;
+  using Codes = Codec<E, Traits::kKvDType>;
+  using Scale = typename Codes::Scale;
+  static constexpr bool kRowParams = kHasRowParams<Traits::kKvDType>, kFp8 = Traits::kKvDType == DType::kFloat8E4M3;
   static constexpr int kDim = Traits::kDim, kColumns = Traits::kColumns, kSteps = Traits::kSteps;
   static constexpr int kStoredChunks = Traits::kStoredChunks;
   static constexpr int kLookUp = 16;  // steps whose two groups of 8 keys the 32 lanes look up together
@@ -71,7 +88,7 @@ struct MainloopSm80 {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
 
-  uint32_t q[kColumns][kDim / 16][2];
+  uint2 q[kColumns][kDim / 16];  // B fragments, where there are registers for them
   float o[kDim / 16][kColumns][4] = {};
   float max[kColumns][2];  // of x (see ScoreRule), by column 2 c + e
   float sum[kColumns][2] = {};
@@ -80,6 +97,7 @@ struct MainloopSm80 {
   bool next_present = false;
   int group = kNoGroup;
   uint32_t mapped = 0, mapped_before = 0;  // by lane of the look-up, of the loader's batch of steps and the one before
+  Scale head_scale[2];                     // fp8: of K and V
 
   __device__ MainloopSm80(const PagedAttentionParams& params, SharedSm80<Traits>& shared, int64_t b, int64_t head,
                           int first_block, int num_blocks, bool rows_differ)
@@ -95,6 +113,10 @@ struct MainloopSm80 {
         num_blocks(num_blocks),
         rows_differ(rows_differ) {
     for (int n = 0; n < kColumns; ++n) max[n][0] = max[n][1] = -Infinity();
+    if constexpr (kFp8) {
+      head_scale[0] = Codes::MakeScale(HeadScale(params, params.cache.key_params, b, head));
+      head_scale[1] = Codes::MakeScale(HeadScale(params, params.cache.value_params, b, head));
+    }
   }
 
   // ---- loading
@@ -130,13 +152,14 @@ struct MainloopSm80 {
       const int groups[2] = {__shfl_sync(~0u, group, local), __shfl_sync(~0u, group, local + 1)};
       const RunRange seen = blocks.seen[blocks.RunOf(first_block + step)];
       const int first_key = FirstKey(step), slot = step % kSteps;
-      // A lane copies one chunk of every kRowsPerCopy-th row; these are whole groups or parts of one.
+      // A lane copies one chunk of every kRowsPerCopy-th row; a copy takes both groups, one, or part of one.
       constexpr int kRowsPerCopy = 32 / kStoredChunks;
       const int r0 = lane / kStoredChunks, chunk = lane % kStoredChunks;
       const char* from[2][2];  // of K and V, of the first row of each group that this lane copies
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int64_t offset = static_cast<int64_t>(groups[h]) * (8 * Traits::kStoredBytes) + r0 * Traits::kStoredBytes + chunk * 16;
+        const int64_t offset = static_cast<int64_t>(groups[h]) * (8 * Traits::kStoredBytes) +
+                               r0 % 8 * Traits::kStoredBytes + chunk * 16;
         from[0][h] = static_cast<const char*>(params.cache.key) + offset;
         from[1][h] = static_cast<const char*>(params.cache.value) + offset;
       }
@@ -146,19 +169,18 @@ struct MainloopSm80 {
         const uint32_t to = SharedAddress(ring.tile[slot][kv]);
 #pragma unroll
         for (int i = 0; i < kWarpKeys / kRowsPerCopy; ++i) {
-          constexpr int kCopiesPerGroup = 8 / kRowsPerCopy;
-          const int h = i / kCopiesPerGroup, r = i * kRowsPerCopy + r0;
-          const char* address = from[kv][h] + i % kCopiesPerGroup * kRowsPerCopy * Traits::kStoredBytes;
+          const int h = kRowsPerCopy > 8 ? r0 / 8 : i * kRowsPerCopy / 8, r = i * kRowsPerCopy + r0;
+          const char* address = (h == 0 ? from[kv][0] : from[kv][1]) + i * kRowsPerCopy % 8 * Traits::kStoredBytes;
           const uint32_t at = to + SwizzledChunk<kStoredChunks>(r, chunk) * 16;
           if (whole) {
             CopyAsync16(at, address, true);
           } else {
-            const bool valid = groups[h] != kNoGroup && seen.Holds(first_key + r);
+            const bool valid = (h == 0 ? groups[0] : groups[1]) != kNoGroup && seen.Holds(first_key + r);
             CopyAsync16(at, valid ? address : static_cast<const char*>(params.cache.key), valid);
           }
         }
       }
-      if constexpr (Traits::kQuantised) {
+      if constexpr (kRowParams) {
         const int r = lane % kWarpKeys, which = lane / kWarpKeys;
         const int g = r < 8 ? groups[0] : groups[1];
         const bool valid = g != kNoGroup && seen.Holds(first_key + r);
@@ -172,25 +194,43 @@ struct MainloopSm80 {
 
   // ---- fragments
 
-  // Fragments of Q^T from the tile in shared memory.
-  __device__ void LoadQuery() {
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-      const int row = 8 * n + lane / 4;
-#pragma unroll
-      for (int k = 0; k < kDim / 16; ++k) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int d = 16 * k + (Traits::kQuantised ? lane % 4 * 4 + 2 * i : lane % 4 * 2 + 8 * i);
-          const E* element = shared.query + SwizzledChunk<kDim / kChunk>(row, d / kChunk) * kChunk + d % kChunk;
-          q[n][k][i] = *reinterpret_cast<const uint32_t*>(element);
-        }
-      }
+  // The element of a key with which B fragment i of step k begins. Codes: both fragments are next to each other.
+  __device__ int QueryElement(int k, int i) const {
+    if constexpr (Traits::kQuantised) {
+      constexpr int kPerWord = Codes::kPerWord, kStepsPerWord = kPerWord / 4;
+      return k / kStepsPerWord * (4 * kPerWord) + lane % 4 * kPerWord + k % kStepsPerWord * 4 + 2 * i;
+    } else {
+      return 16 * k + lane % 4 * 2 + 8 * i;
     }
   }
 
-  __device__ RowScale Scale(int slot, int which, int key) const {
-    return UnpackRowScale<E>(ring.row_params[slot][which][key]);
+  // B fragments of Q^T from the tile in shared memory.
+  __device__ uint2 LoadQuery(int n, int k) const {
+    const auto at = [&](int d) {
+      return shared.query() + SwizzledChunk<kDim / kChunk>(8 * n + lane / 4, d / kChunk) * kChunk + d % kChunk;
+    };
+    if constexpr (Traits::kQuantised) {
+      return *reinterpret_cast<const uint2*>(at(QueryElement(k, 0)));
+    } else {
+      return {*reinterpret_cast<const uint32_t*>(at(QueryElement(k, 0))),
+              *reinterpret_cast<const uint32_t*>(at(QueryElement(k, 1)))};
+    }
+  }
+
+  __device__ uint2 Query(int n, int k) const {
+    if constexpr (Traits::kQueryInRegisters) {
+      return q[n][k];
+    } else {
+      return LoadQuery(n, k);
+    }
+  }
+
+  __device__ Scale ScaleOf(int slot, int which, int key) const {
+    if constexpr (kRowParams) {
+      return UnpackRowScale<E>(ring.row_params[slot][which][key]);
+    } else {
+      return head_scale[which];
+    }
   }
 
   // s = K Q^T of one step.
@@ -198,17 +238,27 @@ struct MainloopSm80 {
     const uint32_t tile = SharedAddress(ring.tile[slot][0]);
     const int row = lane % 16, half = lane / 16;
     if constexpr (Traits::kQuantised) {
-      const RowScale low = Scale(slot, 0, lane / 4), high = Scale(slot, 0, lane / 4 + 8);
+      constexpr int kPairs = Codes::kPerWord / 2;
+      const Scale low_scale = ScaleOf(slot, 0, lane / 4), high_scale = ScaleOf(slot, 0, lane / 4 + 8);
 #pragma unroll
-      for (int k = 0; k < kDim / 16; k += 2) {
+      for (int chunk = 0; chunk < kStoredChunks; chunk += 2) {
         uint32_t x[4];
-        LoadMatrix4(x, tile + SwizzledChunk<kStoredChunks>(row, k + half) * 16);
+        LoadMatrix4(x, tile + SwizzledChunk<kStoredChunks>(row, chunk + half) * 16);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const uint32_t a[4] = {DecodeCodes<E, 0, 1>(x[2 * i], low, low), DecodeCodes<E, 0, 1>(x[2 * i + 1], high, high),
-                                 DecodeCodes<E, 2, 3>(x[2 * i], low, low), DecodeCodes<E, 2, 3>(x[2 * i + 1], high, high)};
+          uint32_t low[kPairs], high[kPairs];
+          Codes::Neighbours(x[2 * i], low_scale, low);
+          Codes::Neighbours(x[2 * i + 1], high_scale, high);
 #pragma unroll
-          for (int n = 0; n < kColumns; ++n) Mma<E>(s[n], a, q[n][k + i][0], q[n][k + i][1]);
+          for (int j = 0; j < kPairs; j += 2) {
+            const uint32_t a[4] = {low[j], high[j], low[j + 1], high[j + 1]};
+            const int k = ((chunk + i) * kPairs + j) / 2;
+#pragma unroll
+            for (int n = 0; n < kColumns; ++n) {
+              const uint2 query = Query(n, k);
+              Mma<E>(s[n], a, query.x, query.y);
+            }
+          }
         }
       }
     } else {
@@ -217,7 +267,10 @@ struct MainloopSm80 {
         uint32_t a[4];
         LoadMatrix4(a, tile + SwizzledChunk<kStoredChunks>(row, 2 * k + half) * 16);
 #pragma unroll
-        for (int n = 0; n < kColumns; ++n) Mma<E>(s[n], a, q[n][k][0], q[n][k][1]);
+        for (int n = 0; n < kColumns; ++n) {
+          const uint2 query = Query(n, k);
+          Mma<E>(s[n], a, query.x, query.y);
+        }
       }
     }
   }
@@ -226,21 +279,27 @@ struct MainloopSm80 {
   __device__ void MultiplyValues(int slot, const uint32_t (&p)[kColumns][2]) {
     const uint32_t tile = SharedAddress(ring.tile[slot][1]);
     if constexpr (Traits::kQuantised) {
+      constexpr int kPairs = Codes::kPerWord / 2;
       const int c = lane % 4 * 2;
-      const RowScale scale[4] = {Scale(slot, 1, c), Scale(slot, 1, c + 1), Scale(slot, 1, c + 8), Scale(slot, 1, c + 9)};
+      const Scale scale[4] = {ScaleOf(slot, 1, c), ScaleOf(slot, 1, c + 1), ScaleOf(slot, 1, c + 8),
+                              ScaleOf(slot, 1, c + 9)};
       const int row = lane % 16, half = lane / 16;
 #pragma unroll
-      for (int d = 0; d < kDim / 16; d += 2) {
+      for (int chunk = 0; chunk < kStoredChunks; chunk += 2) {
         uint32_t x[4];
-        LoadMatrix4Transposed(x, tile + SwizzledChunk<kStoredChunks>(row, d + half) * 16);
+        LoadMatrix4Transposed(x, tile + SwizzledChunk<kStoredChunks>(row, chunk + half) * 16);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const uint32_t a[4] = {DecodeCodes<E, 0, 2>(x[2 * i], scale[0], scale[1]),
-                                 DecodeCodes<E, 1, 3>(x[2 * i], scale[0], scale[1]),
-                                 DecodeCodes<E, 0, 2>(x[2 * i + 1], scale[2], scale[3]),
-                                 DecodeCodes<E, 1, 3>(x[2 * i + 1], scale[2], scale[3])};
+          uint32_t first[kPairs], second[kPairs];  // of keys 2 c, 2 c + 1 and of 2 c + 8, 2 c + 9
+          Codes::AcrossRows(x[2 * i], scale[0], scale[1], first);
+          Codes::AcrossRows(x[2 * i + 1], scale[2], scale[3], second);
 #pragma unroll
-          for (int n = 0; n < kColumns; ++n) Mma<E>(o[d + i][n], a, p[n][0], p[n][1]);
+          for (int j = 0; j < kPairs; j += 2) {
+            const uint32_t a[4] = {first[j], first[j + 1], second[j], second[j + 1]};
+            const int d = ((chunk + i) * kPairs + j) / 2;
+#pragma unroll
+            for (int n = 0; n < kColumns; ++n) Mma<E>(o[d][n], a, p[n][0], p[n][1]);
+          }
         }
       }
     } else {
@@ -257,7 +316,12 @@ struct MainloopSm80 {
 
   // Which element of a value row o[d][.][e] belongs to.
   __device__ int ValueColumn(int d, int e) const {
-    return 16 * d + (Traits::kQuantised ? lane / 4 * 2 + e / 2 : lane / 4 + e / 2 * 8);
+    if constexpr (Traits::kQuantised) {
+      constexpr int kPerUnit = Codes::kPerWord / 2, kTilesPerUnit = kPerUnit / 2;
+      return d / kTilesPerUnit * (8 * kPerUnit) + Codes::UnitElement(lane / 4, d % kTilesPerUnit * 2 + e / 2);
+    } else {
+      return 16 * d + lane / 4 + e / 2 * 8;
+    }
   }
 
   // ---- softmax
@@ -321,28 +385,63 @@ struct MainloopSm80 {
 
   // As in prefill: values of Inf or NaN must not meet the probability 0 of a row that does not see their key. They are
   // added to the rows that do and zeroed in the tile. Only needed where rows see different keys: what none of them sees
-  // was never loaded.
-  __device__ void TakeOutNonFinite(const KeyBlockView& block, int slot) {
-    unsigned char* tile = ring.tile[slot][1];
-    bool found = false;
-    if constexpr (Traits::kQuantised) {  // a row is finite or all NaN, as its parameters are
-      const RowScale scale = Scale(slot, 1, lane % kWarpKeys);
-      found = !IsFinite(scale.scale) || !IsFinite(scale.zero);
+  // was never loaded and is zero, but for fp8 with a scale of Inf or NaN. False: no value is left to multiply.
+  __device__ bool TakeOutNonFinite(const KeyBlockView& block, int slot) {
+    if constexpr (kRowParams) {
+      TakeOutRows(block, slot);
+      return true;
     } else {
-      for (int i = lane; i < Traits::kTileBytes / 16; i += 32) {
-        found = found || HasNonFinite<E>(reinterpret_cast<const uint4*>(tile)[i]);
-      }
+      return TakeOutElements(block, slot);
     }
-    if (!__any_sync(~0u, found)) return;
-    const auto element = [&](int key, int d) -> E& {
-      return reinterpret_cast<E*>(tile)[SwizzledChunk<kStoredChunks>(key, d / kChunk) * kChunk + d % kChunk];
+  }
+
+  // A decoded row is finite or all NaN, as its parameters are.
+  __device__ void TakeOutRows(const KeyBlockView& block, int slot) {
+    const auto finite = [&](int key) {
+      const RowScale scale = ScaleOf(slot, 1, key);
+      return IsFinite(scale.scale) && IsFinite(scale.zero);
     };
+    const bool found = !finite(lane % kWarpKeys);
+    if (!__any_sync(~0u, found)) return;
 #pragma unroll 1
     for (int key = 0; key < kWarpKeys; ++key) {
-      if constexpr (Traits::kQuantised) {
-        const RowScale scale = Scale(slot, 1, key);
-        if (IsFinite(scale.scale) && IsFinite(scale.zero)) continue;
+      if (finite(key)) continue;
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (!Sees(shared.rows, 8 * n + lane % 4 * 2 + e % 2, block, key)) continue;
+#pragma unroll
+          for (int d = 0; d < kDim / 16; ++d) o[d][n][e] = QuietNan();
+        }
       }
+    }
+    __syncwarp();
+    if (found) ring.row_params[slot][1][lane % kWarpKeys] = 0;
+    __syncwarp();
+  }
+
+  __device__ bool TakeOutElements(const KeyBlockView& block, int slot) {
+    using Stored = std::conditional_t<kFp8, fp8_e4m3, E>;
+    constexpr int kPerChunk = 16 / sizeof(Stored);
+    unsigned char* tile = ring.tile[slot][1];
+    bool all = false;  // values of this tile, whatever their codes
+    if constexpr (kFp8) all = !IsFinite(head_scale[1].scale);
+    bool found = all;
+    for (int i = lane; i < Traits::kTileBytes / 16; i += 32) {
+      found = found || HasNonFinite<Stored>(reinterpret_cast<const uint4*>(tile)[i]);
+    }
+    if (!__any_sync(~0u, found)) return true;
+    const auto value = [&](Stored x) {
+      if constexpr (kFp8) {
+        return DecodeFp8<E>(x, head_scale[1].scale);
+      } else {
+        return ToFloat(x);
+      }
+    };
+    const Stored* elements = reinterpret_cast<const Stored*>(tile);
+#pragma unroll 1
+    for (int key = 0; key < kWarpKeys; ++key) {
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
@@ -350,29 +449,45 @@ struct MainloopSm80 {
           if (!Sees(shared.rows, 8 * n + lane % 4 * 2 + e % 2, block, key)) continue;
 #pragma unroll
           for (int d = 0; d < kDim / 16; ++d) {
-            if constexpr (Traits::kQuantised) {
-              o[d][n][e] = QuietNan();
-            } else {
-              const float v = ToFloat(element(key, ValueColumn(d, e)));
-              if (!IsFinite(v)) o[d][n][e] += v;
-            }
+            const int column = ValueColumn(d, e);
+            const int chunk = SwizzledChunk<kStoredChunks>(key, column / kPerChunk);
+            const float v = value(elements[chunk * kPerChunk + column % kPerChunk]);
+            if (!IsFinite(v)) o[d][n][e] += v;
           }
         }
       }
     }
+    if (all) return false;
     __syncwarp();
-    if constexpr (Traits::kQuantised) {
-      if (found) ring.row_params[slot][1][lane % kWarpKeys] = 0;
-    } else {
-      for (int i = lane; i < kWarpKeys * kDim; i += 32) {
-        E& x = reinterpret_cast<E*>(tile)[i];
-        if (!IsFinite(ToFloat(x))) x = E{0};
-      }
+    for (int i = lane; i < kWarpKeys * kDim; i += 32) {
+      Stored& x = reinterpret_cast<Stored*>(tile)[i];
+      if (!IsFinite(value(x))) x = Stored{0};
     }
     __syncwarp();
+    return true;
   }
 
-  // After LoadQuery() and a barrier.
+  // Whether values that no row sees, zeros in the ring, decode to something else.
+  __device__ bool ZerosAreNotFinite() const {
+    if constexpr (kFp8) {
+      return !IsFinite(head_scale[1].scale);
+    } else {
+      return false;
+    }
+  }
+
+  // Then a barrier, and Run().
+  __device__ void Start() {
+    LookUp(0);
+    if constexpr (Traits::kQueryInRegisters) {
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+        for (int k = 0; k < kDim / 16; ++k) q[n][k] = LoadQuery(n, k);
+      }
+    }
+  }
+
   __device__ void Run() {
     for (int step = 0; step < kSteps - 1; ++step) Load(step);
 #pragma unroll 1
@@ -401,8 +516,8 @@ struct MainloopSm80 {
       if (partial || rule.modified) ModifyAndMask(block, partial, s);
       uint32_t p[kColumns][2];
       Softmax(s, p);
-      if (partial && rows_differ) TakeOutNonFinite(block, slot);
-      MultiplyValues(slot, p);
+      const bool look = partial && (rows_differ || ZerosAreNotFinite());
+      if (!look || TakeOutNonFinite(block, slot)) MultiplyValues(slot, p);
     }
     WaitCopies<0>();
   }

@@ -18,11 +18,13 @@ struct TraitsSm80 {
   static constexpr int kRows = kRowTile;
   static constexpr int kColumns = kRowTile / 8;  // n8 tiles
   static constexpr int kThreads = kWarps * kWarp;
-  static constexpr int kStoredBytes = kQuantised ? kDim : 2 * kDim;  // of a stored row
+  static constexpr int kStoredBytes = static_cast<int>(RowBytes(kKv, kDim));  // of a stored row
   static constexpr int kStoredChunks = kStoredBytes / 16;
   static constexpr int kSteps = kStages<kStoredBytes>;
+  static constexpr int kBlocks = kResident<kStoredBytes>;
+  static constexpr bool kQueryInRegisters = kDim * kRows <= 2048;  // the rest of them are the output's
   static constexpr int kTileBytes = kWarpKeys * kStoredBytes;
-  static_assert(kKv == kEType || kKv == DType::kInt8);
+  static_assert(kKv == kEType || IsQuantised(kKv));
 };
 
 }  // namespace turboattn::decode

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/common/fp8.cuh"
+#include "kernels/common/int4.cuh"
 #include "kernels/common/int8.cuh"
 #include "kernels/common/ptx.cuh"
 #include "kernels/common/query_tile.cuh"
@@ -25,8 +27,8 @@ struct SharedSm80 {
   static constexpr int kConverted = Traits::kQuantised ? Traits::kKeys * Traits::kDim : 8;
   alignas(1024) E query[Traits::kRows * Traits::kDim];  // tiles: see FirstChunk
   alignas(1024) unsigned char ring[Traits::kStages][kRingBytes];
-  alignas(1024) E converted[kConverted];  // int8: the tile being worked on, decoded
-  alignas(16) uint32_t row_params[Traits::kStages][Traits::kQuantised ? Traits::kKeys : 4];
+  alignas(1024) E converted[kConverted];  // quantised: the tile being worked on, decoded
+  alignas(16) uint32_t row_params[Traits::kStages][kHasRowParams<Traits::kKvDType> ? Traits::kKeys : 4];
   TileRows<Traits::kRows> rows;
   SequenceView view;
   BlockList<Traits::kKeys> blocks;
@@ -43,6 +45,8 @@ struct SharedSm80 {
 template <class Traits, class Params>
 struct MainloopSm80 {
   using E = typename Traits::E;
+  using Codes = Codec<E, Traits::kKvDType>;
+  static constexpr bool kRowParams = kHasRowParams<Traits::kKvDType>;
   static constexpr int kKeys = Traits::kKeys, kDim = Traits::kDim, kFragments = Traits::kFragments;
   static constexpr int kChunks = Traits::kChunks, kStoredChunks = Traits::kStoredChunks;
   static constexpr int kGroups = kKeys / 8;
@@ -71,6 +75,7 @@ struct MainloopSm80 {
   int group = kNoGroup;
   uint32_t load_mapped = kAllMapped;
   uint64_t mapped_queue = 0;  // 16 bits a loaded block
+  float head_scale[2];        // fp8: of K and V
 
   __device__ MainloopSm80(const Params& params, SharedSm80<Traits>& shared)
       : params(params),
@@ -80,6 +85,10 @@ struct MainloopSm80 {
         rule(MakeScoreRule(params.score)),
         load_block(shared.end - 1) {
     for (int f = 0; f < kFragments; ++f) max[f][0] = max[f][1] = -Infinity();
+    if constexpr (Traits::kKvDType == DType::kFloat8E4M3) {
+      head_scale[0] = HeadScale(params, params.cache.key_params, shared.b, shared.head);
+      head_scale[1] = HeadScale(params, params.cache.value_params, shared.b, shared.head);
+    }
   }
 
   // ---- loading
@@ -121,7 +130,7 @@ struct MainloopSm80 {
       } else {
         CopyTile<false, false>(array, seen, first_key);
       }
-      if constexpr (Traits::kQuantised) {
+      if constexpr (kRowParams) {
         CopyParams(load_values ? params.cache.value_params : params.cache.key_params, seen, first_key);
       }
       if (load_values) --load_block;
@@ -134,9 +143,10 @@ struct MainloopSm80 {
   // kWhole: all keys of the block exist and are seen, so none is left out. kOnePage: and their rows follow each other.
   template <bool kWhole, bool kOnePage>
   __device__ void CopyTile(const void* array, RunRange seen, int first_key) {
-    constexpr int kRowsPerPass = Traits::kThreads / kStoredChunks;  // a multiple of 8: rows keep their swizzle
+    constexpr int kRowsPerPass = Traits::kThreads / kStoredChunks;
+    static_assert(kRowsPerPass % 4 == 0);
     const int r0 = threadIdx.x / kStoredChunks, chunk = threadIdx.x % kStoredChunks;
-    const uint32_t to = SharedAddress(shared.ring[load_slot]) + SwizzledChunk<kStoredChunks>(r0, chunk) * 16;
+    const uint32_t tile = SharedAddress(shared.ring[load_slot]);
     const char* from = static_cast<const char*>(array) + chunk * 16;
     int64_t step = 0;  // bytes from pass to pass
     if constexpr (kPaged && kOnePage) {
@@ -150,18 +160,20 @@ struct MainloopSm80 {
     }
 #pragma unroll
     for (int pass = 0; pass < kKeys / kRowsPerPass; ++pass) {
-      const int r = pass * kRowsPerPass + r0;
+      // The swizzle repeats every 8 rows, so that only 512-byte rows, 4 a pass, have more than one of it.
+      const int first = pass * kRowsPerPass, within = first % 8, r = first + r0;
       const char* address;
       bool valid = kWhole || seen.Holds(first_key + r);
       if constexpr (kPaged && !kOnePage) {
         const int g = __shfl_sync(~0u, group, r / 8);
-        address = from + static_cast<int64_t>(g) * (8 * Traits::kStoredBytes);
+        address = from + within * Traits::kStoredBytes + static_cast<int64_t>(g) * (8 * Traits::kStoredBytes);
         if (!kWhole) valid = valid && g != kNoGroup;
       } else {
         address = from + pass * step;
       }
       if (!kWhole && !valid) address = static_cast<const char*>(array);
-      CopyAsync16(to + pass * kRowsPerPass * Traits::kStoredBytes, address, kWhole || valid);
+      const uint32_t to = tile + SwizzledChunk<kStoredChunks>(within + r0, chunk) * 16;
+      CopyAsync16(to + (first - within) * Traits::kStoredBytes, address, kWhole || valid);
     }
   }
 
@@ -177,32 +189,39 @@ struct MainloopSm80 {
 
   // ---- the tile being worked on, as E
 
-  __device__ const E* Tile(int slot) {
+  __device__ const E* Tile(int slot, bool values) {
     if constexpr (Traits::kQuantised) {
-      Decode(slot);
+      Decode(slot, values);
       return shared.converted;
     } else {
       return reinterpret_cast<const E*>(shared.ring[slot]);
     }
   }
 
-  // 16 codes a step. The callers' barriers keep the tile before it alive until all have read it.
-  __device__ void Decode(int slot) {
+  // 16 bytes a step. The callers' barriers keep the tile before it alive until all have read it.
+  __device__ void Decode(int slot, bool values) {
+    constexpr int kPairs = Codes::kPerWord / 2;
     for (int i = threadIdx.x; i < kKeys * kStoredChunks; i += Traits::kThreads) {
       const int r = i / kStoredChunks, chunk = i % kStoredChunks;
       const uint4 codes =
           reinterpret_cast<const uint4*>(shared.ring[slot])[SwizzledChunk<kStoredChunks>(r, chunk)];
-      const RowScale scale = UnpackRowScale<E>(shared.row_params[slot][r]);
-      const uint32_t four[4] = {codes.x, codes.y, codes.z, codes.w};
-      uint32_t two[8];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        two[2 * k] = DecodeCodes<E, 0, 1>(four[k], scale, scale);
-        two[2 * k + 1] = DecodeCodes<E, 2, 3>(four[k], scale, scale);
+      typename Codes::Scale scale;
+      if constexpr (kRowParams) {
+        scale = UnpackRowScale<E>(shared.row_params[slot][r]);
+      } else {
+        scale = Codes::MakeScale(head_scale[values]);
       }
+      const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+      uint32_t pairs[4][kPairs];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) Codes::Neighbours(words[w], scale, pairs[w]);
+      const auto pair = [&](int i) { return pairs[i / kPairs][i % kPairs]; };
       uint4* tile = reinterpret_cast<uint4*>(shared.converted);
-      tile[SwizzledChunk<kChunks>(r, 2 * chunk)] = {two[0], two[1], two[2], two[3]};
-      tile[SwizzledChunk<kChunks>(r, 2 * chunk + 1)] = {two[4], two[5], two[6], two[7]};
+#pragma unroll
+      for (int k = 0; k < kPairs; ++k) {
+        tile[SwizzledChunk<kChunks>(r, kPairs * chunk + k)] = {pair(4 * k), pair(4 * k + 1), pair(4 * k + 2),
+                                                               pair(4 * k + 3)};
+      }
     }
     __syncthreads();
   }
@@ -413,11 +432,11 @@ struct MainloopSm80 {
     LookUp(load_block);
     for (int i = 0; i < Traits::kStages - 1; ++i) LoadNext();
     int slot = 0;
-    const auto next_tile = [&] {
+    const auto next_tile = [&](bool values) {
       WaitCopies<Traits::kStages - 2>();
       __syncthreads();
       LoadNext();
-      const E* tile = Tile(slot);
+      const E* tile = Tile(slot, values);
       slot = slot + 1 == Traits::kStages ? 0 : slot + 1;
       return tile;
     };
@@ -425,7 +444,7 @@ struct MainloopSm80 {
     for (int block = shared.end - 1; block >= shared.begin; --block) {
       const int run = blocks.RunOf(block), first_key = blocks.FirstKey(block);
       float s[kFragments][kKeys / 8][4] = {};
-      MultiplyKeys(next_tile(), s);
+      MultiplyKeys(next_tile(false), s);
       const uint32_t mapped = static_cast<uint32_t>(mapped_queue >> (16 * kAhead)) & 0xffffu;
             const int32_t* segments = SegmentsOfKeys(params, shared.b);
       const bool partial =
@@ -436,7 +455,7 @@ struct MainloopSm80 {
       if (partial || rule.modified) ModifyAndMask(seen, partial, s);
       uint32_t p[kFragments][kKeys / 16][4];
       Softmax(s, p);
-      const E* values = next_tile();
+      const E* values = next_tile(true);
       if (partial) TakeOutNonFinite(seen, const_cast<E*>(values));
       MultiplyValues(values, p);
     }

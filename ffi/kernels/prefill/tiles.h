@@ -4,7 +4,7 @@
 
 namespace turboattn::prefill {
 
-// sm80: 4 warps of 32 query rows each. Two blocks share an SM's 228 KB: a block's query tile and ring must stay below
+// sm80: 4 warps of 16 or 32 query rows each. Two blocks share an SM's 228 KB: a block's query tile and ring must stay below
 // 113 KB, and 255 registers a thread bound rows x (keys + head_dim).
 template <int kHeadDim>
 struct TilesSm80;
@@ -21,6 +21,13 @@ struct TilesSm80<128> {
   static constexpr int kRows = 128;
   static constexpr int kKeys = 64;
   static constexpr int kStages = 3;
+};
+
+template <>
+struct TilesSm80<256> {
+  static constexpr int kRows = 64;  // 16 rows of output are 128 registers
+  static constexpr int kKeys = 64;
+  static constexpr int kStages = 2;  // tiles of 32 KB; a third would leave room for one block only
 };
 
 }  // namespace turboattn::prefill

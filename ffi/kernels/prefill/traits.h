@@ -8,7 +8,7 @@
 
 namespace turboattn::prefill {
 
-// kKv: what the key and value arrays hold: E, or int8 codes of a cache.
+// kKv: what the key and value arrays hold: E, or a cache's codes.
 template <DType kEType, DType kKv, int kHeadDim>
 struct TraitsSm80 {
   using E = Element<kEType>;
@@ -24,9 +24,10 @@ struct TraitsSm80 {
   static constexpr int kWarpRows = kRows / kWarps;
   static constexpr int kFragments = kWarpRows / 16;     // m16 tiles of a warp
   static constexpr int kChunks = kDim / kChunk;         // 16-byte chunks of a row of E
-  static constexpr int kStoredBytes = kQuantised ? kDim : 2 * kDim;  // of a stored row
+  static constexpr int kStoredBytes = static_cast<int>(RowBytes(kKv, kDim));  // of a stored row
   static constexpr int kStoredChunks = kStoredBytes / 16;
-  static_assert(kKv == kEType || kKv == DType::kInt8);
+  static_assert(kKv == kEType || IsQuantised(kKv));
+  static_assert(kRows == PrefillRows(kDim), "the plan counts tiles");
   static_assert(kKeys / 8 <= 16, "a block's mapped groups are 16 bits of a queue");
 };
 

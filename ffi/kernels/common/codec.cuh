@@ -1,0 +1,53 @@
+// How stored codes of quantised keys and values become E in registers, exactly as kv_codec.h decodes them. One struct a
+// format (int8.cuh, int4.cuh, fp8.cuh), which has
+//
+//   Scale                               what the decoding of a row takes
+//   kPerWord                            codes in 32 bits
+//   Neighbours(word, scale, pairs)      kPerWord neighbouring elements of a row, two a pair, in their order
+//   AcrossRows(word, low, high, pairs)  the halves of the word are of two rows: pair i is code i of both halves
+//   UnitElement(unit, i)                which element of a 16-byte chunk is code i of its 16-bit unit `unit`, as
+//                                       AcrossRows counts codes
+#ifndef TURBOATTN_KERNELS_COMMON_CODEC_CUH_
+#define TURBOATTN_KERNELS_COMMON_CODEC_CUH_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "core/params.h"
+#include "kernels/common/dtypes.h"
+#include "kernels/common/kv_codec.h"
+#include "kernels/common/ptx.cuh"
+
+namespace turboattn {
+
+template <class E, DType kKv>
+struct Codec {  // unquantised: nothing to decode
+  struct Scale {};
+};
+
+// (scale, zero) as they are stored, two E.
+template <class E>
+__device__ __forceinline__ RowScale UnpackRowScale(uint32_t packed) {
+  E scale, zero;
+  scale.bits = static_cast<uint16_t>(packed);
+  zero.bits = static_cast<uint16_t>(packed >> 16);
+  return {ToFloat(scale), ToFloat(zero)};
+}
+
+// The largest finite E, twice.
+template <class E>
+constexpr uint32_t kMaxFinitePair = std::is_same_v<E, bf16> ? 0x7f7f7f7fu : 0x7bff7bffu;
+
+// Two codes, as floats, of rows with these parameters. The product of a code of up to 8 bits and a scale of at most 11
+// significant bits is exact in float32, so one fma rounds like the multiplication and the addition. Decoded rows are
+// finite or all NaN: Inf is an overflow, which saturates.
+template <class E>
+__device__ __forceinline__ uint32_t DecodePair(float low, float high, RowScale low_scale, RowScale high_scale) {
+  return ClampPair<E>(Pack<E>(__fmaf_rn(low, low_scale.scale, low_scale.zero),
+                              __fmaf_rn(high, high_scale.scale, high_scale.zero)),
+                      kMaxFinitePair<E>);
+}
+
+}  // namespace turboattn
+
+#endif  // TURBOATTN_KERNELS_COMMON_CODEC_CUH_

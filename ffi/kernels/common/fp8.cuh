@@ -1,0 +1,46 @@
+// fp8 e4m3 codes to E: see codec.cuh. One scale for all rows of a kv head, so a NaN code spoils its own element only.
+#ifndef TURBOATTN_KERNELS_COMMON_FP8_CUH_
+#define TURBOATTN_KERNELS_COMMON_FP8_CUH_
+
+#include "kernels/common/codec.cuh"
+
+namespace turboattn {
+
+template <class E>
+struct Codec<E, DType::kFloat8E4M3> {
+  struct Scale {
+    float scale;
+    uint32_t limit;  // of decoded values, two E: see DecodeLimit
+  };
+  static constexpr int kPerWord = 4;
+
+  static __device__ __forceinline__ Scale MakeScale(float scale) {
+    return {scale, IsFinite(scale) ? kMaxFinitePair<E> : std::is_same_v<E, bf16> ? 0x7f807f80u : 0x7c007c00u};
+  }
+
+  static __device__ __forceinline__ void Neighbours(uint32_t word, Scale scale, uint32_t (&pairs)[2]) {
+    const uint32_t first = Fp8ToFp16(word), second = Fp8ToFp16(word >> 16);
+    pairs[0] = Decode(Low(first), High(first), scale);
+    pairs[1] = Decode(Low(second), High(second), scale);
+  }
+
+  static __device__ __forceinline__ void AcrossRows(uint32_t word, Scale scale, Scale, uint32_t (&pairs)[2]) {
+    const uint32_t first = Fp8ToFp16(word), second = Fp8ToFp16(word >> 16);
+    pairs[0] = Decode(Low(first), Low(second), scale);
+    pairs[1] = Decode(High(first), High(second), scale);
+  }
+
+  static __device__ __forceinline__ int UnitElement(int unit, int i) { return 2 * unit + i; }
+
+ private:
+  static __device__ __forceinline__ float Low(uint32_t pair) { return ToFloat(fp16{static_cast<uint16_t>(pair)}); }
+  static __device__ __forceinline__ float High(uint32_t pair) { return ToFloat(fp16{static_cast<uint16_t>(pair >> 16)}); }
+
+  static __device__ __forceinline__ uint32_t Decode(float low, float high, Scale scale) {
+    return ClampPair<E>(Pack<E>(__fmul_rn(low, scale.scale), __fmul_rn(high, scale.scale)), scale.limit);
+  }
+};
+
+}  // namespace turboattn
+
+#endif  // TURBOATTN_KERNELS_COMMON_FP8_CUH_

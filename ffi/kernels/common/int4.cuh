@@ -1,0 +1,42 @@
+// int4 codes to E: see codec.cuh. The order of nibbles (kv_codec.h) puts neighbours 2 i and 2 i + 1 of eight elements
+// into nibble i of the low and of the high half of a word, so both ways of decoding a word are one.
+#ifndef TURBOATTN_KERNELS_COMMON_INT4_CUH_
+#define TURBOATTN_KERNELS_COMMON_INT4_CUH_
+
+#include "kernels/common/codec.cuh"
+
+namespace turboattn {
+
+template <class E>
+struct Codec<E, DType::kInt4> {
+  using Scale = RowScale;
+  static constexpr int kPerWord = 8;
+
+  static __device__ __forceinline__ void Neighbours(uint32_t word, Scale scale, uint32_t (&pairs)[4]) {
+    AcrossRows(word, scale, scale, pairs);
+  }
+
+  static __device__ __forceinline__ void AcrossRows(uint32_t word, Scale low, Scale high, uint32_t (&pairs)[4]) {
+    const uint32_t top = word >> 16;
+    pairs[0] = DecodePair<E>(ToFloat<0>(word), ToFloat<0>(top), low, high);
+    pairs[1] = DecodePair<E>(ToFloat<1>(word), ToFloat<1>(top), low, high);
+    pairs[2] = DecodePair<E>(ToFloat<2>(word), ToFloat<2>(top), low, high);
+    pairs[3] = DecodePair<E>(ToFloat<3>(word), ToFloat<3>(top), low, high);
+  }
+
+  // Units 2 j and 2 j + 1 are the halves of word j.
+  static __device__ __forceinline__ int UnitElement(int unit, int i) { return unit / 2 * 8 + unit % 2 + 2 * i; }
+
+ private:
+  // A nibble stays where it is, under the exponent that makes its lowest bit worth 1: 2^(23 - 4 kNibble).
+  template <int kNibble>
+  static __device__ __forceinline__ float ToFloat(uint32_t word) {
+    static_assert(kNibble < 4);  // nibble 5 would reach into the exponent
+    constexpr uint32_t kExponent = (150u - 4 * kNibble) << 23;
+    return __uint_as_float((word & (0xfu << (4 * kNibble))) | kExponent) - __uint_as_float(kExponent);
+  }
+};
+
+}  // namespace turboattn
+
+#endif  // TURBOATTN_KERNELS_COMMON_INT4_CUH_
