@@ -19,11 +19,11 @@ static_assert(kWarpKeys == 16, "the rows of one m16 tile");
 template <int kStoredBytes>
 constexpr int kStages = kStoredBytes == 512 ? 2 : kStoredBytes == 256 ? 3 : kStoredBytes == 128 ? 5 : 8;
 
-// Blocks that reside on an SM, and the memory of each, beside what is static.
+// Blocks that reside on an SM, and the memory of each, beside what is static. Head dim 256 is not for 8.6 and 8.9.
 template <int kStoredBytes>
 constexpr int kResident = kStoredBytes == 512 ? 1 : 2;
-template <int kStoredBytes>
-constexpr int kMaxSharedBytes = kResident<kStoredBytes> == 2 ? 98 * 1024 : 162 * 1024;
+template <int kStoredBytes, int kHeadDim>
+constexpr int kMaxSharedBytes = (kHeadDim <= 128 ? 98 : kResident<kStoredBytes> == 2 ? 112 : 162) * 1024;
 
 }  // namespace turboattn::decode
 
