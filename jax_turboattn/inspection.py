@@ -24,12 +24,15 @@ class Candidate:
       implementation: "cuda", "cpu", "pallas" or "xla".
       reason: None when it has a kernel for the call, else why not.
       chosen: whether the call would take it.
+      kernels: names of the compiled kernels that it may launch, as `kernels()` lists them; of prefill and decode the
+        lengths take one or both. Empty when there is a reason, and for "pallas" and "xla", which have none.
     """
 
     op: str
     implementation: str
     reason: str | None
     chosen: bool
+    kernels: tuple[str, ...] = ()
 
 
 def explain(function: Callable, *args: Any, platform: str | None = None, **kwargs: Any) -> list[Candidate]:
@@ -59,7 +62,9 @@ def explain(function: Callable, *args: Any, platform: str | None = None, **kwarg
         chosen = backends.select(spec, platform)
         names = backends.candidates(platform)
         for name in names if chosen in names else (chosen, *names):
-            found.append(Candidate(spec.op, name, backends.supports(name, spec), name == chosen))
+            reason = backends.supports(name, spec)
+            names_of_kernels = backends.kernels(name, spec) if reason is None else ()
+            found.append(Candidate(spec.op, name, reason, name == chosen, names_of_kernels))
     return found
 
 

@@ -1,10 +1,12 @@
 """The commands env, kernels and explain, and what they report; one-line errors with exit status 2."""
 
+import functools
 import re
 import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 import jax_turboattn as ta
@@ -51,15 +53,37 @@ def test_explain(capsys, function):
     assert status == 0
     chosen = [line for line in printed.out.splitlines() if "<- chosen" in line]
     assert len(chosen) == 1 and chosen[0].split()[1] == "cpu"
+    phase = {"append_kv": "append", "gather_kv": "gather", "attention": "attention", "ragged_attention": "attention"}
+    assert f"{phase.get(function, 'prefill')}_cpu_bfloat16" in chosen[0]
 
 
 def test_explain_gives_the_reason_of_each_refusal(capsys):
-    status, printed = run(capsys, "explain", "paged_decode", "--platform", "cuda")
+    options = ("--head-dim", "80", "--value-dim", "48")  # no CUDA kernel has these
+    status, printed = run(capsys, "explain", "paged_decode", "--platform", "cuda", *options)
     assert status == 0
     rows = {line.split()[1]: line for line in printed.out.splitlines()[1:]}
     assert list(rows) == ["cuda", "pallas", "xla"]
     assert "<- chosen" in rows["pallas"]
-    assert re.search("was not built|no kernel", rows["cuda"])
+    assert re.search("was not built|no decode kernel for head_dim 80, value_dim 48", rows["cuda"])
+
+
+@pytest.mark.parametrize("function", [ta.paged_attention, ta.paged_attention_step])
+def test_explain_names_the_kernels(function):
+    """By the names that `kernels` lists, on each platform whose module was built."""
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=np.int32)
+    cache = jax.eval_shape(lambda: ta.PagedKVCache.create(4, 2, 64, dtype="int8"))
+    rows = [jax.ShapeDtypeStruct((3, heads, 64), jax.numpy.bfloat16) for heads in (8, 2, 2)]
+    arrays = rows[:1] if function is ta.paged_attention else rows
+    phases = {"cpu": ["prefill"], "cuda": ["decode", "prefill"]}
+    for platform in phases:
+        if ffi.load(platform).reason is not None:
+            continue
+        found = ta.explain(function, *arrays, cache, ints((2, 4)), ints((2,)), ints((3,)), platform=platform)
+        names = {k["name"]: k["phase"] for k in ffi.load(platform).module.kernels()}
+        expected = phases[platform] if function is ta.paged_attention else ["append", *phases[platform]]
+        assert found[0].chosen and [names[kernel] for kernel in found[0].kernels] == expected
+        assert all(kernel.endswith("bfloat16_kvint8") for kernel in found[0].kernels)
+        assert [c.kernels for c in found[1:]] == [()] * (len(found) - 1)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,10 @@ struct PagedPlan {
   int64_t decode_q_len = 0;
   int row_tile = 8;          // rows of a decode unit: 8 or 16
   int64_t slots = 0;         // partial results that the workspace holds
+  // Parts that the keys of a prefill tile are cut in, when there are too few tiles to fill a card.
+  int prefill_splits = 1;
+  int64_t prefill_tiles = 0;   // of all kv heads, at most
+  int64_t prefill_offset = 0;  // bytes in the workspace
   int64_t workspace_bytes = 0;
 };
 
@@ -53,6 +57,30 @@ constexpr int64_t InvariantSplit(int64_t keys) {
 // float O[row_tile, Dv], max[row_tile], sum[row_tile] of each slot.
 constexpr int64_t kWorkspaceHeader = 128;  // bytes
 constexpr int64_t kSlotInts = 8;
+
+// (token, head of the group) rows of a prefill tile.
+#if defined(__CUDACC__)
+__host__ __device__
+#endif
+constexpr int PrefillRows(int64_t value_dim) {
+  return value_dim <= 128 ? 128 : 64;
+}
+
+// Tiles of one kv head: exact for sequences of one length, else what disjoint ranges of rows can make: a sequence has at
+// most one tile that is not full, and is longer than `skipped` tokens.
+#if defined(__CUDACC__)
+__host__ __device__
+#endif
+constexpr int64_t PrefillTiles(int64_t batch, int64_t num_tokens, int64_t uniform_q_len, int64_t group, int64_t rows,
+                               int64_t skipped) {
+  if (uniform_q_len > 0) return batch * ((uniform_q_len * group + rows - 1) / rows);
+  const int64_t sequences = num_tokens / (skipped + 1);
+  return num_tokens * group / rows + (sequences < batch ? sequences : batch);
+}
+
+// At prefill_offset: int32[prefill_tiles, kTileInts] that describe the tiles, then for each (tile, part) float
+// O[rows, Dv], max[rows], sum[rows].
+constexpr int64_t kTileInts = 4;
 
 PagedPlan PlanPaged(const PagedShape& shape);
 

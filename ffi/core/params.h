@@ -171,6 +171,7 @@ struct PagedAttentionParams {
   int64_t num_heads = 0;              // H
   bool batch_invariant = false;
   PagedPlan plan;       // CUDA: which kernel takes which sequence
+  int64_t max_tiles = 0;  // set by the prefill launch: PrefillTiles
   Workspace workspace;  // plan.workspace_bytes
 };
 
@@ -199,6 +200,7 @@ struct LinearAttentionParams {
   int64_t num_kv_heads = 0;           // K
   int64_t head_dim = 0;               // D
   int64_t value_dim = 0;              // Dv
+  int64_t max_tiles = 0;              // CUDA: set by the launch: PrefillTiles
 };
 
 // merge_partials: softmax-weighted sum of partial results over disjoint keys.

@@ -34,6 +34,12 @@ def supports(name: str, spec: Spec) -> str | None:
     return ffi.supports(spec, kind, family or None)
 
 
+def kernels(name: str, spec: Spec) -> tuple[str, ...]:
+    """Names of the compiled kernels that implementation `name`, which supports `spec`, may launch for it."""
+    kind, _, family = name.partition(":")
+    return () if kind in ("xla", "pallas") else ffi.kernels(spec, kind, family or None)
+
+
 def select(spec: Spec, platform: str) -> str:
     """The implementation that runs `spec` on `platform`.
 

@@ -19,8 +19,6 @@ import jax.export
 import numpy as np
 
 from ..spec import (
-    KV_DTYPES,
-    QUERY_DTYPES,
     AppendSpec,
     AttnSpec,
     CopySpec,
@@ -140,41 +138,52 @@ def supports(spec: Spec, platform: str, family: str | None = None) -> str | None
 _ATTENTION_PHASES = ("attention", "prefill", "decode")  # of kernel_matrix.cmake: those that come in families
 
 
+def _asked(spec: Spec, platform: str) -> list[dict[str, Any]]:
+    """What the handler of `spec` asks of its module's table of kernels, one for each kernel that it may launch."""
+    if isinstance(spec, StepSpec):
+        return _asked(spec.append, platform) + _asked(spec.attn, platform)
+    if isinstance(spec, CopySpec):
+        return [dict(phase="copy_pages")]
+    if isinstance(spec, MergeSpec):
+        return [dict(phase="merge", value_dim=spec.value_dim, dtype=spec.dtype, kv_dtype=spec.dtype)]
+    dims = dict(head_dim=spec.head_dim, value_dim=spec.value_dim)
+    if isinstance(spec, AppendSpec):
+        return [dict(phase="append", **dims, dtype=spec.dtype, kv_dtype=spec.kv_dtype)]
+    if isinstance(spec, GatherSpec):
+        return [dict(phase="gather", **dims, dtype=spec.out_dtype, kv_dtype=spec.kv_dtype)]
+    if spec.op != "paged_attention":
+        return [dict(phase="attention", **dims, dtype=spec.dtype, kv_dtype=spec.dtype)]
+    # On CUDA the lengths decide, on the device. One CPU kernel serves both.
+    phases = ("decode", "prefill") if platform == "cuda" else ("prefill",)
+    return [dict(phase=phase, **dims, dtype=spec.dtype, kv_dtype=spec.kv_dtype) for phase in phases]
+
+
+def _offered(asked: dict[str, Any], platform: str, family: str | None) -> str | None:
+    """The name of the kernel that the handler will find: as FindKernel in ffi/core/registry.cc."""
+    for kernel in load(platform).module.kernels():
+        right_family = asked["phase"] not in _ATTENTION_PHASES or family in (None, kernel["family"])
+        if right_family and all(kernel[name] in (None, x) for name, x in asked.items()):
+            return kernel["name"]
+    return None
+
+
+def kernels(spec: Spec, platform: str, family: str | None = None) -> tuple[str, ...]:
+    """Names of the kernels that a call which `supports` takes may launch."""
+    names = (_offered(asked, platform, family) for asked in _asked(spec, platform))
+    return tuple(name for name in names if name is not None)
+
+
 def _cuda_missing(spec: Spec, family: str | None) -> str | None:
     """Why the CUDA module has no kernel for `spec`: what its table of kernels does not offer."""
-    if isinstance(spec, StepSpec):
-        return _cuda_missing(spec.append, family) or _cuda_missing(spec.attn, family)
-    if isinstance(spec, GatherSpec):
-        dtype, kv_dtype, phases = spec.out_dtype, spec.kv_dtype, ("gather",)
-        if spec.out_dtype == "float32":
-            return "the CUDA kernels take bfloat16 and float16, not float32"
-    elif isinstance(spec, AttnSpec):
-        paged = spec.op == "paged_attention"
-        dtype, kv_dtype = spec.dtype, spec.kv_dtype if paged else spec.dtype
-        phases = ("prefill", "decode") if paged else ("attention",)
-        if spec.shared_value:
-            return "the CUDA attention kernels have no MLA (values that are columns of the keys)"
-    elif isinstance(spec, AppendSpec):
-        dtype, kv_dtype, phases = spec.dtype, spec.kv_dtype, ("append",)
-    elif isinstance(spec, MergeSpec):
-        dtype, kv_dtype, phases = spec.dtype, spec.dtype, ("merge",)
-    else:
-        dtype, kv_dtype, phases = None, None, ("copy_pages",)
-    head_dim, value_dim = getattr(spec, "head_dim", None), getattr(spec, "value_dim", None)
-    if not isinstance(spec, MergeSpec) and ((head_dim or 0) % 8 or (value_dim or 0) % 8):
-        return f"the CUDA kernels take rows of a multiple of 8 elements, not head_dim {head_dim}, value_dim {value_dim}"
-    wanted = dict(head_dim=head_dim, value_dim=value_dim, dtype=dtype, kv_dtype=kv_dtype)
-    if isinstance(spec, GatherSpec) and kv_dtype in KV_DTYPES and kv_dtype not in QUERY_DTYPES:
-        wanted.pop("dtype")  # a quantised cache decodes to the type of its parameters, an operand
-    for phase in phases:
-        offered = [
-            kernel
-            for kernel in load("cuda").module.kernels()
-            if kernel["phase"] == phase and (phase not in _ATTENTION_PHASES or family in (None, kernel["family"]))
-        ]
-        if not any(all(kernel[n] in (None, x) for n, x in wanted.items() if x is not None) for kernel in offered):
+    attn = spec.attn if isinstance(spec, StepSpec) else spec
+    if isinstance(attn, AttnSpec) and attn.shared_value:
+        return "the CUDA attention kernels have no MLA (values that are columns of the keys)"
+    for asked in _asked(spec, "cuda"):
+        phase, said = asked["phase"], ", ".join(f"{name} {x}" for name, x in asked.items() if name != "phase")
+        if asked.get("head_dim", 0) % 8 or (phase != "merge" and asked.get("value_dim", 0) % 8):
+            return f"the CUDA kernels take rows of a multiple of 8 elements, not {said}"
+        if _offered(asked, "cuda", family) is None:
             of_family = f"{family} " if family else ""
-            said = ", ".join(f"{n} {x}" for n, x in wanted.items() if x is not None)
             return f"the CUDA module has no {of_family}{phase} kernel for {said}"
     return None
 

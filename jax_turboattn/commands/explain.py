@@ -1,4 +1,4 @@
-"""`explain`: which implementation a call of these shapes would take, and why not the others."""
+"""`explain`: which implementation and kernels a call of these shapes would take, and why not the others."""
 
 from __future__ import annotations
 
@@ -97,7 +97,10 @@ def run(args) -> int:
     function = functools.partial(getattr(api, args.function), implementation=args.implementation)
     found = explain(function, *arguments, platform=args.platform, **keywords)
     print_table(
-        ("primitive", "implementation", "", "reason"),
-        [(c.op, c.implementation, "<- chosen" if c.chosen else "", c.reason or "has a kernel") for c in found],
+        ("primitive", "implementation", "", "kernels, or the reason why none"),
+        [
+            (c.op, c.implementation, "<- chosen" if c.chosen else "", c.reason or ", ".join(c.kernels) or "takes it")
+            for c in found
+        ],
     )
     return 0

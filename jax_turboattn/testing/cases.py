@@ -627,6 +627,8 @@ def _attention_specs() -> list[Spec]:
         _spec(op, "causal", tags="core", is_causal=True, dtype="float32", **dense),
         _spec(op, "causal_bfloat16", is_causal=True, dim=128, B=1, T=70, S=70),
         _spec(op, "lengths", "query_seq_lengths key_value_seq_lengths", tags="core vmap", **cross),
+        # Blocks of keys that every query within its length sees whole, beside queries past it that see none.
+        _spec(op, "lengths_long", "query_seq_lengths", B=2, T=20, S=300),
         _spec(
             op, "causal_lengths", "query_seq_lengths key_value_seq_lengths", is_causal=True, dtype="float16", **dense
         ),
@@ -746,6 +748,9 @@ def _paged_specs() -> list[Spec]:
         _spec(op, "dim_odd", dim=20, value_dim=12, kv_dtype="int8", tags="quantised"),
         _spec(op, "many_sequences", B=40, T=40, M=2, P=8),
         _spec(op, "long_chunk", B=2, T=100, M=5, P=64, dtype="float16"),
+        # Few query rows on long contexts: implementations cut the keys of a tile in parts.
+        _spec(op, "few_on_long", B=2, T=60, M=24, P=64),
+        _spec(op, "few_on_long_int8", "sinks", B=2, T=60, M=24, P=64, kv_dtype="int8", local_window_size=(900, 0)),
         _spec(op, "cp2", cp_size=2, hints=dict(out_dtype="float32"), tags="cp"),
         _spec(op, "cp3_window", cp_size=3, local_window_size=(30, 0), hints=dict(out_dtype="float32"), tags="cp", P=8),
         _spec(
@@ -773,6 +778,7 @@ def _paged_specs() -> list[Spec]:
             hints=dict(max_q_len=3),
         ),
         _spec(op, "no_batch", B=0, T=3, M=2),
+        _spec(op, "no_batch_invariant", B=0, T=3, M=2, hints=dict(batch_invariant=True)),
         _spec(op, "no_rows", B=2, T=0, M=2),
         _spec(op, "no_pages", B=2, T=4, M=0),
     ]

@@ -147,6 +147,10 @@ __device__ void FillUnownedRows(const Params& params, int64_t warp, int64_t warp
   const int64_t rows = QueryRows(params), heads = params.num_heads;
   const int64_t row_words = heads * ValueDimOf(params) / (params.out_dtype == DType::kFloat32 ? 4 : 8);  // of 16 bytes
   for (int64_t row = warp; row < rows; row += warps) {
+    if (row < BatchOf(params)) {  // one token a sequence: row b is sequence b's
+      const TokenRange range = ClampRange(ranges, row, rows);
+      if (row >= range.lo && row < range.hi) continue;
+    }
     bool owned = false;
     for (int64_t b = lane; b < BatchOf(params); b += 32) {
       const TokenRange range = ClampRange(ranges, b, rows);

@@ -40,10 +40,16 @@ struct KeyRun {
   __device__ int64_t Position(int j) const { return first + static_cast<int64_t>(j) * stride; }
 };
 
-// Keys of one run, by index: lo <= hi.
+// Keys of one run, by index: 0 <= lo <= hi. Compared by differences: sums may pass INT_MAX.
 struct RunRange {
   int lo;
   int hi;
+
+  __device__ bool Holds(int key) const { return key >= lo && key < hi; }
+  // All of `count` keys from `first`.
+  __device__ bool HoldsAll(int first, int count) const { return first >= lo && hi - first >= count; }
+  // One or more of them.
+  __device__ bool Meets(int first, int count) const { return first < hi && lo - first < count; }
 };
 
 // The keys of a shared prefix (run 0, mostly empty), then the sequence's own (run 1).
@@ -88,8 +94,12 @@ struct BlockList {
       seen[run] = t1 < t0 ? RunRange{0, 0} : view.UnionOf(run, t0, t1);
       common[run] = t1 < t0 ? RunRange{0, 0} : view.CommonTo(run, t0, t1);
       first[run] = seen[run].lo / kKeys;
-      count[run] = seen[run].hi > seen[run].lo ? (seen[run].hi + kKeys - 1) / kKeys - first[run] : 0;
+      count[run] = seen[run].hi > seen[run].lo ? (seen[run].hi - 1) / kKeys + 1 - first[run] : 0;
     }
+  }
+  // Keys are looked at row by row in every block: not all rows of the tile see what the list was made for.
+  __device__ void ForgetCommon() {
+    for (int run = 0; run < kRuns; ++run) common[run] = {0, 0};
   }
   __device__ int total() const { return count[0] + count[1]; }
   __device__ int RunOf(int block) const { return block < count[0] ? 0 : 1; }
@@ -177,7 +187,8 @@ __device__ inline float HeadScale(const PagedAttentionParams& params, const void
   return static_cast<const float*>(scales)[layer * params.cache.num_kv_heads + head];
 }
 
-// Row of key 0 in plain arrays; keys are num_kv_heads rows apart.
+// Row of key 0 in plain arrays, whose keys are num_kv_heads rows apart; pages have none.
+__device__ inline int64_t FirstKeyRow(const PagedAttentionParams&, int64_t, int64_t) { return 0; }
 __device__ inline int64_t FirstKeyRow(const LinearAttentionParams& params, int64_t b, int64_t head) {
   const int64_t first = params.ragged ? ClampRange(params.kv_ranges, b, params.num_keys).lo : b * params.num_keys;
   return first * params.num_kv_heads + head;
@@ -198,6 +209,9 @@ __device__ inline int GroupOf(const PagedAttentionParams& params) {
 __device__ inline int GroupOf(const LinearAttentionParams& params) {
   return static_cast<int>(params.num_heads) / static_cast<int>(params.num_kv_heads);
 }
+// Keys that follow each other in the pool; plain arrays have no such pages.
+TA_HD int64_t PageSizeOf(const PagedAttentionParams& params) { return params.cache.page_size; }
+TA_HD int64_t PageSizeOf(const LinearAttentionParams&) { return 0; }
 TA_HD int64_t ValueDimOf(const PagedAttentionParams& params) { return params.cache.value_dim; }
 TA_HD int64_t ValueDimOf(const LinearAttentionParams& params) { return params.value_dim; }
 // Rows of the query array, without the head axis.

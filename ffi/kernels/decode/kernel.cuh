@@ -10,6 +10,7 @@
 #define TURBOATTN_KERNELS_DECODE_KERNEL_CUH_
 
 #include "core/heuristics.h"
+#include "kernels/common/merge_parts.cuh"
 #include "kernels/decode/mainloop_sm80.cuh"
 
 namespace turboattn::decode {
@@ -135,11 +136,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       }
       FillTileRows<kRows>(params, view, head, first_row, rows, &shared.rows);
       __syncthreads();
-      LoadQueryTile<E, kRows, kDim, kThreads>(params, b, shared.rows, rows, shared.query);
+      LoadQueryTile<E, kRows, kDim, kThreads>(params, b, shared.rows, rows, shared.query());
 
       // A sequence without a key to see has one block in the list and none here.
       const int keyed = shared.blocks.total() == 0 ? 0 : num_blocks;
       MainloopSm80<Traits> mainloop(params, shared, b, head, first_block, keyed, q_len > 1 || view.has_tree);
+      mainloop.Start();
+      __syncthreads();  // the rings take the query's place
       mainloop.Run();
       __syncthreads();  // the rings become the exchange buffer
       mainloop.Publish();
@@ -202,50 +205,22 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
 // One warp a row: the partial results of its unit's slots, in their order. Grid-stride over (slot, row).
 template <class Traits>
 __global__ void __launch_bounds__(kWarp) MergeSm80(const __grid_constant__ PagedAttentionParams params) {
-  constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kColumns = kDim / kWarp;  // columns of a lane
+  constexpr int kRows = Traits::kRows, kDim = Traits::kDim;
   const WorkspaceView workspace(params);
   const int64_t items = *workspace.slots_in_use * kRows, group = GroupOf(params);
-  const int lane = threadIdx.x;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     const int64_t slot = item / kRows;
     const int row = static_cast<int>(item % kRows);
     const SlotInfo info = workspace.info[slot];
     if (info.parts == 0 || row >= info.rows) continue;
-    const auto part = [&](int i) {
+    const auto part_of = [&](int i) {
       const int64_t at = i == 0 ? slot : info.first_next + static_cast<int64_t>(i - 1) * info.step;
-      return workspace.data + at * kSlotFloats<kRows, kDim>;
+      const float* data = workspace.data + at * kSlotFloats<kRows, kDim>;
+      return PartRow{data + row * kDim, data + kRows * kDim + row, data + kRows * kDim + kRows + row};
     };
-    float max = -Infinity();
-    for (int i = lane; i < info.parts; i += kWarp) max = fmaxf(max, part(i)[kRows * kDim + row]);
-    for (int step = kWarp / 2; step > 0; step /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
-    float sum = 0.f, x[kColumns] = {};
-    for (int base = 0; base < info.parts; base += kWarp) {
-      // A lane weighs a part, then all lanes add the parts up in their order.
-      float weight = 0.f, part_sum = 0.f;
-      if (base + lane < info.parts) {
-        const float* data = part(base + lane) + kRows * kDim + row;
-        weight = data[0] == -Infinity() ? 0.f : Exp2(data[0] - max);
-        part_sum = data[kRows];
-      }
-      const int count = min(kWarp, info.parts - base);
-#pragma unroll 8
-      for (int i = 0; i < count; ++i) {
-        const float* data = part(base + i) + row * kDim + lane * kColumns;
-        const float w = __shfl_sync(~0u, weight, i);
-        sum += w * __shfl_sync(~0u, part_sum, i);
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) x[c] += w * data[c];
-      }
-    }
     const int64_t r = info.first_row + row, i = Divide(r, group);
-    const int64_t token = QueryRange(params.seqs, info.b).lo + i, head = info.head * group + (r - i * group);
-    const RowEnd end = EndRow(max, sum, params.score.sinks, static_cast<int>(head));
-    const int64_t out_row = token * params.num_heads + head;
-    for (int c = 0; c < kColumns; c += 2) {
-      StorePair<typename Traits::E>(params.out, params.out_dtype, out_row * kDim + lane * kColumns + c,
-                                    x[c] * end.factor, x[c + 1] * end.factor);
-    }
-    if (lane == 0) params.lse[out_row] = end.lse;
+    MergeParts<typename Traits::E, kDim>(params, info.parts, part_of, QueryRange(params.seqs, info.b).lo + i,
+                                         static_cast<int>(info.head * group + (r - i * group)));
   }
 }
 

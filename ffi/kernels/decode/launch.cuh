@@ -12,6 +12,7 @@ namespace turboattn::decode {
 template <class Traits>
 cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) {
   constexpr int kBytes = sizeof(SharedSm80<Traits>);
+  static_assert(kBytes <= kMaxSharedBytes<Traits::kStoredBytes, Traits::kDim>);
   const auto kernel = &DecodeSm80<Traits>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   int device = 0, multiprocessors = 0, resident = 0;
@@ -29,7 +30,8 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
   const int64_t slots = params.batch_invariant ? params.plan.slots : 2 * blocks;
-  const int64_t rows = std::min<int64_t>(slots * Traits::kRows, 32 * multiprocessors);  // 32 blocks reside on an SM
+  // 32 blocks reside on an SM. No slot, no sequence: one block that finds nothing.
+  const int64_t rows = std::max<int64_t>(1, std::min<int64_t>(slots * Traits::kRows, 32 * multiprocessors));
   MergeSm80<Traits><<<static_cast<int>(rows), kWarp, 0, stream>>>(params);
   return cudaGetLastError();
 }

@@ -41,16 +41,26 @@ struct WarpResults {
   float sum[kWarps][Traits::kRows];
 };
 
+// The query tile gives its place to the rings when it goes to registers.
 template <class Traits>
 struct SharedSm80 {
   union {
     RingSm80<Traits> rings[kWarps];
     WarpResults<Traits> results;
+    typename Traits::E query_at_first[Traits::kQueryInRegisters ? Traits::kRows * Traits::kDim : 1];
   };
-  alignas(128) typename Traits::E query[Traits::kRows * Traits::kDim];
+  alignas(128) typename Traits::E query_kept[Traits::kQueryInRegisters ? 8 : Traits::kRows * Traits::kDim];
   TileRows<Traits::kRows> rows;
   SequenceView view;
   BlockList<kDecodeKeys> blocks;
+
+  __device__ typename Traits::E* query() {
+    if constexpr (Traits::kQueryInRegisters) {
+      return query_at_first;
+    } else {
+      return query_kept;
+    }
+  }
 };
 
 template <class Traits>
@@ -120,7 +130,7 @@ struct MainloopSm80 {
     if (step >= num_blocks) return;
     const int run = blocks.RunOf(first_block + step), j = FirstKey(step) + lane % 2 * 8;
     const RunRange seen = blocks.seen[run];
-    next_present = j < seen.hi && j + 8 > seen.lo;
+    next_present = seen.Meets(j, 8);
     if (next_present) next_entry = KeysOf(params, b, head, run).Entry(j);
   }
 
@@ -153,8 +163,7 @@ struct MainloopSm80 {
         from[0][h] = static_cast<const char*>(params.cache.key) + offset;
         from[1][h] = static_cast<const char*>(params.cache.value) + offset;
       }
-      const bool whole = groups[0] != kNoGroup && groups[1] != kNoGroup && first_key >= seen.lo &&
-                         first_key + kWarpKeys <= seen.hi;
+      const bool whole = groups[0] != kNoGroup && groups[1] != kNoGroup && seen.HoldsAll(first_key, kWarpKeys);
 #pragma unroll
       for (int kv = 0; kv < 2; ++kv) {
         const uint32_t to = SharedAddress(ring.tile[slot][kv]);
@@ -166,8 +175,7 @@ struct MainloopSm80 {
           if (whole) {
             CopyAsync16(at, address, true);
           } else {
-            const bool valid = (h == 0 ? groups[0] : groups[1]) != kNoGroup && first_key + r >= seen.lo &&
-                               first_key + r < seen.hi;
+            const bool valid = (h == 0 ? groups[0] : groups[1]) != kNoGroup && seen.Holds(first_key + r);
             CopyAsync16(at, valid ? address : static_cast<const char*>(params.cache.key), valid);
           }
         }
@@ -175,7 +183,7 @@ struct MainloopSm80 {
       if constexpr (kRowParams) {
         const int r = lane % kWarpKeys, which = lane / kWarpKeys;
         const int g = r < 8 ? groups[0] : groups[1];
-        const bool valid = g != kNoGroup && first_key + r >= seen.lo && first_key + r < seen.hi;
+        const bool valid = g != kNoGroup && seen.Holds(first_key + r);
         const void* array = which == 0 ? params.cache.key_params : params.cache.value_params;
         const int64_t offset = valid ? (static_cast<int64_t>(g) * 8 + r % 8) * 4 : 0;
         CopyAsync4(SharedAddress(&ring.row_params[slot][which][r]), static_cast<const char*>(array) + offset, valid);
@@ -199,7 +207,7 @@ struct MainloopSm80 {
   // B fragments of Q^T from the tile in shared memory.
   __device__ uint2 LoadQuery(int n, int k) const {
     const auto at = [&](int d) {
-      return shared.query + SwizzledChunk<kDim / kChunk>(8 * n + lane / 4, d / kChunk) * kChunk + d % kChunk;
+      return shared.query() + SwizzledChunk<kDim / kChunk>(8 * n + lane / 4, d / kChunk) * kChunk + d % kChunk;
     };
     if constexpr (Traits::kQuantised) {
       return *reinterpret_cast<const uint2*>(at(QueryElement(k, 0)));
@@ -353,7 +361,7 @@ struct MainloopSm80 {
           for (int step = 4; step < 32; step *= 2) top[e] = fmaxf(top[e], __shfl_xor_sync(~0u, top[e], step));
           alpha[e] = max[n][e] == top[e] ? 1.f
                      : max[n][e] == -Infinity() ? 0.f
-                                                : Exp2(max[n][e] * rule.to_log2 - top[e] * rule.to_log2);
+                                                : Exp2(__fmul_rn(max[n][e], rule.to_log2) - __fmul_rn(top[e], rule.to_log2));
           max[n][e] = top[e];
           sum[n][e] *= alpha[e];
         }
@@ -366,7 +374,7 @@ struct MainloopSm80 {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         // No key yet: any finite origin will do, and exp(-Inf) must not become exp(-Inf + Inf).
-        const float origin = max[n][e % 2] == -Infinity() ? 0.f : max[n][e % 2] * rule.to_log2;
+        const float origin = max[n][e % 2] == -Infinity() ? 0.f : __fmul_rn(max[n][e % 2], rule.to_log2);
         s[n][e] = Exp2(fmaf(s[n][e], rule.to_log2, -origin));
         sum[n][e % 2] += s[n][e];
       }
@@ -468,7 +476,9 @@ struct MainloopSm80 {
     }
   }
 
-  __device__ void Run() {
+  // Then a barrier, and Run().
+  __device__ void Start() {
+    LookUp(0);
     if constexpr (Traits::kQueryInRegisters) {
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
@@ -476,7 +486,9 @@ struct MainloopSm80 {
         for (int k = 0; k < kDim / 16; ++k) q[n][k] = LoadQuery(n, k);
       }
     }
-    LookUp(0);
+  }
+
+  __device__ void Run() {
     for (int step = 0; step < kSteps - 1; ++step) Load(step);
 #pragma unroll 1
     for (int step = 0; step < num_blocks; ++step) {
@@ -492,8 +504,7 @@ struct MainloopSm80 {
       const int loaded = ahead < num_blocks ? ahead : num_blocks - 1;
       const uint32_t both = loaded / kLookUp == step / kLookUp ? mapped : mapped_before;
       const uint32_t groups = both >> (step % kLookUp * 2) & 3u;
-      const RunRange common = blocks.common[run];
-      const bool partial = first_key < common.lo || first_key + kWarpKeys > common.hi || groups != 3u;
+      const bool partial = !blocks.common[run].HoldsAll(first_key, kWarpKeys) || groups != 3u;
       const KeyBlockView block = {view.runs[run],
                                   run,
                                   first_key,

@@ -2,6 +2,7 @@
 #ifndef TURBOATTN_KERNELS_PREFILL_KERNEL_CUH_
 #define TURBOATTN_KERNELS_PREFILL_KERNEL_CUH_
 
+#include "kernels/common/merge_parts.cuh"
 #include "kernels/prefill/mainloop_sm80.cuh"
 
 namespace turboattn::prefill {
@@ -12,15 +13,46 @@ TA_HD int64_t SkippedLength(const PagedAttentionParams& params) {
 }
 TA_HD int64_t SkippedLength(const LinearAttentionParams&) { return 0; }
 
-// Tiles that one kv head can have at most, from static sizes: exact when all sequences have the same length.
+// See PrefillTiles. At least 1, for ranges that overlap.
 template <int kRows, class Params>
-__host__ __device__ int64_t MaxTiles(const Params& params) {
-  const int64_t group = params.num_heads / KvHeadsOf(params), uniform = UniformQueryLength(params);
-  if (uniform > 0) return BatchOf(params) * ((uniform * group + kRows - 1) / kRows);
-  return QueryRows(params) * group / kRows + BatchOf(params);  // each sequence has at most one tile that is not full
+int64_t MaxTiles(const Params& params) {
+  const int64_t tiles = PrefillTiles(BatchOf(params), QueryRows(params), UniformQueryLength(params),
+                                     params.num_heads / KvHeadsOf(params), kRows, SkippedLength(params));
+  return tiles > 0 ? tiles : 1;
 }
 
-// Blocks: kv head major, tiles of a head in descending order within a sequence, so that the longest causal tiles of a
+// Parts that the keys of a tile are cut in.
+TA_HD int SplitsOf(const PagedAttentionParams& params) { return params.plan.prefill_splits; }
+TA_HD int SplitsOf(const LinearAttentionParams&) { return 1; }
+
+// What a split tile leaves in the workspace. rows == 0: there is no such tile.
+struct TileInfo {
+  int b;
+  int first_row;  // of the sequence; split calls have few rows
+  int rows;
+  int unused;
+};
+static_assert(sizeof(TileInfo) == kTileInts * sizeof(int32_t));
+
+template <int kRows, int kDim>
+struct SplitWorkspace {
+  TileInfo* info;
+  float* data;
+  int splits;
+
+  __device__ explicit SplitWorkspace(const PagedAttentionParams& params) : splits(params.plan.prefill_splits) {
+    info = reinterpret_cast<TileInfo*>(static_cast<char*>(params.workspace.data) + params.plan.prefill_offset);
+    data = reinterpret_cast<float*>(info + params.plan.prefill_tiles);
+  }
+  __device__ explicit SplitWorkspace(const LinearAttentionParams&) : info(nullptr), data(nullptr), splits(1) {}
+  __device__ float* Part(int64_t tile, int split) const { return data + (tile * splits + split) * (kRows * (kDim + 2)); }
+  __device__ PartRow Row(int64_t tile, int split, int row) const {
+    const float* part = Part(tile, split);
+    return {part + row * kDim, part + kRows * kDim + row, part + kRows * kDim + kRows + row};
+  }
+};
+
+// Blocks: parts of a tile fastest, kv head major, tiles of a head in descending order within a sequence, so that the longest causal tiles of a
 // sequence start first.
 template <class Traits, class Params>
 __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_constant__ Params params) {
@@ -34,64 +66,126 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
                     static_cast<int64_t>(gridDim.x) * Traits::kWarps);
   }
   if (BatchOf(params) == 0) return;
-  const int64_t group = GroupOf(params), max_tiles = MaxTiles<kRows>(params);
-  const int64_t head = Divide(blockIdx.x, max_tiles), number = blockIdx.x - head * max_tiles;
-  const int64_t uniform = UniformQueryLength(params), skipped = SkippedLength(params);
-  FoundTile found;
-  int64_t length;  // tokens whose rows this kernel writes
-  if (uniform > 0) {
-    const int64_t tiles = Divide(max_tiles, BatchOf(params)), b = Divide(number, tiles);
-    found = {b, tiles - 1 - (number - b * tiles)};
-    length = uniform;
-  } else {
-    const int32_t* ranges = QueryRanges(params);
-    const int64_t rows = QueryRows(params);
-    const auto tokens = [&](int64_t b) {
-      const TokenRange range = ClampRange(ranges, b, rows);
-      return range.hi - range.lo > skipped ? range.hi - range.lo : 0;
-    };
-    const auto tiles = [&](int64_t b) { return (tokens(b) * group + kRows - 1) / kRows; };
-    found = FindTile<Traits::kThreads>(BatchOf(params), number, tiles);
-    if (found.b >= BatchOf(params)) return;
-    length = tokens(found.b);
-    found.index = tiles(found.b) - 1 - found.index;
-  }
-  const SequenceView view = ViewSequence(params, found.b);
-  const int64_t first_row = found.index * kRows;
-  const int rows = static_cast<int>(length * group - first_row < kRows ? length * group - first_row : kRows);
-  const int64_t first_token = Divide(first_row, group), last_token = Divide(first_row + rows - 1, group);
-  if (threadIdx.x == 0) {
-    shared.view = view;
-    shared.blocks = BlockList<Traits::kKeys>(view, first_token, min(last_token, view.q_len - 1));
-  }
-  FillTileRows<kRows>(params, view, head, first_row, rows, &shared.rows);
+  if (threadIdx.x == 0) shared.extra = 0;
   __syncthreads();
-  LoadQueryTile<E, kRows, Traits::kDim, Traits::kThreads>(params, found.b, shared.rows, rows, shared.query);
-
-  MainloopSm80<Traits, Params> mainloop(params, shared, found.b, head);
-  mainloop.Run();
-
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int f = 0; f < Traits::kFragments; ++f) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float sum = mainloop.sum[f][half];
-      sum += __shfl_xor_sync(~0u, sum, 1);
-      sum += __shfl_xor_sync(~0u, sum, 2);
-      const int row = mainloop.WarpRow() + 16 * f + 8 * half + lane / 4;
-      if (row >= rows) continue;
-      // Dense rows past query_lens have no denominator, not even the sink.
-      const float* sinks = shared.rows.token[row] < view.first_token + view.q_len ? params.score.sinks : nullptr;
-      const RowEnd end = EndRow(mainloop.max[f][half] * mainloop.rule.to_log2, sum, sinks, shared.rows.head[row]);
-      const int64_t out_row = shared.rows.token[row] * params.num_heads + shared.rows.head[row];
-      if (lane % 4 == 0) params.lse[out_row] = end.lse;
-#pragma unroll
-      for (int d = 0; d < Traits::kDim / 8; ++d) {
-        StorePair<E>(params.out, params.out_dtype, out_row * Traits::kDim + 8 * d + lane % 4 * 2,
-                     mainloop.o[f][d][2 * half] * end.factor, mainloop.o[f][d][2 * half + 1] * end.factor);
+  // Ranges that overlap make more tiles than the grid holds: the last block of a head takes them one by one, not split.
+  for (;;) {
+    // Opaque: nothing of this is worth a register over the mainloop.
+    const int block = static_cast<int>(Opaque(blockIdx.x)), splits = SplitsOf(params), split = block % splits;
+    const int64_t tile_index = block / splits, group = GroupOf(params);
+    const SplitWorkspace<kRows, Traits::kDim> workspace(params);
+    const int64_t head = Divide(tile_index, params.max_tiles);
+    const int64_t number = tile_index - head * params.max_tiles + shared.extra;
+    if (shared.extra > 0 && split != 0) return;
+    const int parts = shared.extra > 0 ? 1 : splits;
+    const int64_t uniform = UniformQueryLength(params), skipped = SkippedLength(params);
+    FoundTile found;
+    int64_t length;  // tokens whose rows this kernel writes
+    if (uniform > 0) {
+      const int64_t tiles = Divide(params.max_tiles, BatchOf(params)), b = Divide(number, tiles);
+      found = {b, tiles - 1 - (number - b * tiles)};
+      length = uniform;
+    } else {
+      const int32_t* ranges = QueryRanges(params);
+      const int64_t rows = QueryRows(params);
+      const auto tokens = [&](int64_t b) {
+        const TokenRange range = ClampRange(ranges, b, rows);
+        return range.hi - range.lo > skipped ? range.hi - range.lo : 0;
+      };
+      const auto tiles = [&](int64_t b) { return (tokens(b) * group + kRows - 1) / kRows; };
+      found = FindTile<Traits::kThreads>(BatchOf(params), number, tiles);
+      if (found.b >= BatchOf(params)) {
+        if (parts > 1 && split == 0 && threadIdx.x == 0) workspace.info[tile_index] = TileInfo{};
+        return;
+      }
+      length = tokens(found.b);
+      found.index = tiles(found.b) - 1 - found.index;
+    }
+    const SequenceView view = ViewSequence(params, found.b);
+    const int64_t first_row = found.index * kRows;
+    const int rows = static_cast<int>(length * group - first_row < kRows ? length * group - first_row : kRows);
+    const int64_t first_token = Divide(first_row, group), last_token = Divide(first_row + rows - 1, group);
+    if (threadIdx.x == 0) {
+      shared.view = view;
+      shared.b = found.b;
+      shared.head = head;
+      shared.blocks = BlockList<Traits::kKeys>(view, first_token, min(last_token, view.q_len - 1));
+      shared.begin = static_cast<int>(static_cast<int64_t>(shared.blocks.total()) * split / parts);
+      shared.end = static_cast<int>(static_cast<int64_t>(shared.blocks.total()) * (split + 1) / parts);
+      shared.num_rows = rows;
+      shared.first_key_row = FirstKeyRow(params, found.b, head);
+      shared.parts = parts;
+      if (last_token >= view.q_len) shared.blocks.ForgetCommon();
+      if (parts > 1 && split == 0) {
+        workspace.info[tile_index] = {static_cast<int>(found.b), static_cast<int>(first_row), rows, 0};
       }
     }
+    FillTileRows<kRows>(params, view, head, first_row, rows, &shared.rows);
+    __syncthreads();
+    LoadQueryTile<E, kRows, Traits::kDim, Traits::kThreads>(params, found.b, shared.rows, rows, shared.query);
+
+    MainloopSm80<Traits, Params> mainloop(params, shared);
+    mainloop.Run();
+
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int f = 0; f < Traits::kFragments; ++f) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float sum = mainloop.sum[f][half];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        const int row = mainloop.WarpRow() + 16 * f + 8 * half + lane / 4;
+        if (row >= shared.num_rows) continue;
+        if (shared.parts > 1) {
+          const int block = static_cast<int>(Opaque(blockIdx.x)), parts = SplitsOf(params);
+          float* part = SplitWorkspace<kRows, Traits::kDim>(params).Part(block / parts, block % parts);
+#pragma unroll
+          for (int d = 0; d < Traits::kDim / 8; ++d) {
+            *reinterpret_cast<float2*>(part + row * Traits::kDim + 8 * d + lane % 4 * 2) = {mainloop.o[f][d][2 * half],
+                                                                                         mainloop.o[f][d][2 * half + 1]};
+          }
+          if (lane % 4 == 0) {
+            part[kRows * Traits::kDim + row] = mainloop.max[f][half] * mainloop.rule.to_log2;
+            part[kRows * Traits::kDim + kRows + row] = sum;
+          }
+          continue;
+        }
+        // Dense rows past query_lens have no denominator, not even the sink.
+        const float* sinks = shared.rows.token[row] < shared.view.first_token + shared.view.q_len ? params.score.sinks : nullptr;
+        const RowEnd end = EndRow(mainloop.max[f][half] * mainloop.rule.to_log2, sum, sinks, shared.rows.head[row]);
+        const int64_t out_row = shared.rows.token[row] * params.num_heads + shared.rows.head[row];
+        if (lane % 4 == 0) params.lse[out_row] = end.lse;
+#pragma unroll
+        for (int d = 0; d < Traits::kDim / 8; ++d) {
+          StorePair<E>(params.out, params.out_dtype, out_row * Traits::kDim + 8 * d + lane % 4 * 2,
+                       mainloop.o[f][d][2 * half] * end.factor, mainloop.o[f][d][2 * half + 1] * end.factor);
+        }
+      }
+    }
+    const int64_t next = static_cast<int64_t>(Opaque(blockIdx.x)) / SplitsOf(params) + 1;
+    if (UniformQueryLength(params) > 0 || next % params.max_tiles != 0) return;
+    __syncthreads();  // shared memory has been read
+    if (threadIdx.x == 0) ++shared.extra;
+    __syncthreads();
+  }
+}
+
+// One warp a row of a split tile. Grid-stride over (tile, row).
+template <class Traits>
+__global__ void __launch_bounds__(kWarp) MergeSplitsSm80(const __grid_constant__ PagedAttentionParams params) {
+  constexpr int kRows = Traits::kRows;
+  const SplitWorkspace<kRows, Traits::kDim> workspace(params);
+  const int64_t group = GroupOf(params), tiles_per_head = Divide(params.plan.prefill_tiles, params.cache.num_kv_heads);
+  for (int64_t item = blockIdx.x; item < params.plan.prefill_tiles * kRows; item += gridDim.x) {
+    const int64_t tile = item / kRows;
+    const int row = static_cast<int>(item % kRows);
+    const TileInfo info = workspace.info[tile];
+    if (row >= info.rows) continue;
+    const int64_t r = info.first_row + row, i = Divide(r, group), head = Divide(tile, tiles_per_head);
+    MergeParts<typename Traits::E, Traits::kDim>(
+        params, workspace.splits, [&](int split) { return workspace.Row(tile, split, row); },
+        QueryRange(params.seqs, info.b).lo + i, static_cast<int>(head * group + (r - i * group)));
   }
 }
 

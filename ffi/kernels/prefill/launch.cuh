@@ -2,27 +2,39 @@
 #ifndef TURBOATTN_KERNELS_PREFILL_LAUNCH_CUH_
 #define TURBOATTN_KERNELS_PREFILL_LAUNCH_CUH_
 
+#include <algorithm>
 #include <climits>
+#include <type_traits>
 
 #include "core/cuda_launch.h"
 #include "kernels/prefill/kernel.cuh"
 
 namespace turboattn::prefill {
 
+constexpr int64_t kMaxMergeBlocks = 4096;  // warps; 32 of them reside on an SM
+
 template <class Traits, class Params>
 cudaError_t Launch(const Params& params, cudaStream_t stream) {
   if (QueryRows(params) == 0 || params.num_heads == 0) return cudaSuccess;
   if constexpr (std::is_same_v<Params, PagedAttentionParams>) {
-    if (!HasGroups(params.cache)) return cudaErrorInvalidValue;
+    if (params.workspace.bytes < params.plan.workspace_bytes || !HasGroups(params.cache)) return cudaErrorInvalidValue;
   }
-  int64_t blocks = MaxTiles<Traits::kRows>(params) * KvHeadsOf(params);
-  if (blocks == 0) blocks = 1;  // no sequence: only empty rows to write
+  Params tiled = params;
+  tiled.max_tiles = MaxTiles<Traits::kRows>(params);
+  int64_t blocks = tiled.max_tiles * KvHeadsOf(params);
+  blocks *= SplitsOf(params);
   if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
   constexpr int kBytes = sizeof(SharedSm80<Traits>);
   const auto kernel = &PrefillSm80<Traits, Params>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<int>(blocks), Traits::kThreads, kBytes, stream>>>(params);
+  kernel<<<static_cast<int>(blocks), Traits::kThreads, kBytes, stream>>>(tiled);
+  if constexpr (std::is_same_v<Params, PagedAttentionParams>) {
+    if (SplitsOf(params) > 1 && params.seqs.batch > 0) {
+      const int64_t rows = std::min<int64_t>(params.plan.prefill_tiles * Traits::kRows, kMaxMergeBlocks);
+      MergeSplitsSm80<Traits><<<static_cast<int>(rows), kWarp, 0, stream>>>(params);
+    }
+  }
   return cudaGetLastError();
 }
 

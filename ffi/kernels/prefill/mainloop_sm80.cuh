@@ -32,6 +32,13 @@ struct SharedSm80 {
   TileRows<Traits::kRows> rows;
   SequenceView view;
   BlockList<Traits::kKeys> blocks;
+  int64_t first_key_row;  // of plain arrays
+  int64_t b;              // sequence
+  int64_t head;           // kv head
+  int begin, end;         // blocks [begin, end) of the list are this part's
+  int num_rows;
+  int parts;      // that the tile's keys are cut in
+  int64_t extra;  // tiles past those of the grid that this block has reached
 };
 
 // One tile of rows over all its blocks. Accumulators live in the fields, so everything is inlined.
@@ -51,8 +58,6 @@ struct MainloopSm80 {
   const SequenceView& view;  // these two in shared memory: indexed at run time, and registers are scarce
   const BlockList<kKeys>& blocks;
   const ScoreRule rule;
-  const int64_t b;
-  const int64_t head;  // kv head
 
   // Results: row 16 f + 8 half + lane / 4 of the warp's rows.
   float o[kFragments][kDim / 8][4] = {};
@@ -72,19 +77,17 @@ struct MainloopSm80 {
   uint64_t mapped_queue = 0;  // 16 bits a loaded block
   float head_scale[2];        // fp8: of K and V
 
-  __device__ MainloopSm80(const Params& params, SharedSm80<Traits>& shared, int64_t b, int64_t head)
+  __device__ MainloopSm80(const Params& params, SharedSm80<Traits>& shared)
       : params(params),
         shared(shared),
         view(shared.view),
         blocks(shared.blocks),
         rule(MakeScoreRule(params.score)),
-        b(b),
-        head(head),
-        load_block(blocks.total() - 1) {
+        load_block(shared.end - 1) {
     for (int f = 0; f < kFragments; ++f) max[f][0] = max[f][1] = -Infinity();
     if constexpr (Traits::kKvDType == DType::kFloat8E4M3) {
-      head_scale[0] = HeadScale(params, params.cache.key_params, b, head);
-      head_scale[1] = HeadScale(params, params.cache.value_params, b, head);
+      head_scale[0] = HeadScale(params, params.cache.key_params, shared.b, shared.head);
+      head_scale[1] = HeadScale(params, params.cache.value_params, shared.b, shared.head);
     }
   }
 
@@ -94,22 +97,22 @@ struct MainloopSm80 {
   __device__ void LookUp(int block) {
     if constexpr (kPaged) {
       next_present = false;
-      if (block < 0) return;
+      if (block < shared.begin) return;
       const int run = blocks.RunOf(block), lane = threadIdx.x % 32, j = blocks.FirstKey(block) + 8 * lane;
       const RunRange seen = blocks.seen[run];
-      next_present = lane < kGroups && j < seen.hi && j + 8 > seen.lo;
-      if (next_present) next_entry = KeysOf(params, b, head, run).Entry(j);
+      next_present = lane < kGroups && seen.Meets(j, 8);
+      if (next_present) next_entry = KeysOf(params, shared.b, shared.head, run).Entry(j);
     }
   }
 
   // The next tile of the order into the ring; nothing when there is none left. One group of copies either way.
   __device__ void LoadNext() {
     if (!load_values) mapped_queue <<= 16;
-    if (load_block >= 0) {
+    if (load_block >= shared.begin) {
       const int run = blocks.RunOf(load_block), first_key = blocks.FirstKey(load_block);
       if (!load_values) {
         if constexpr (kPaged) {
-          group = next_present ? KeysOf(params, b, head, run).Group(first_key + 8 * (threadIdx.x % 32), next_entry)
+          group = next_present ? KeysOf(params, shared.b, shared.head, run).Group(first_key + 8 * (threadIdx.x % 32), next_entry)
                                : kNoGroup;
           load_mapped = __ballot_sync(~0u, group != kNoGroup);
           LookUp(load_block - 1);
@@ -117,12 +120,15 @@ struct MainloopSm80 {
         mapped_queue |= load_mapped;
       }
       const RunRange seen = blocks.seen[run];
-      const bool whole = load_mapped == kAllMapped && first_key >= seen.lo && first_key + kKeys <= seen.hi;
+      const bool whole = load_mapped == kAllMapped && seen.HoldsAll(first_key, kKeys);
+      const bool one_page = PageSizeOf(params) >= kKeys;
       const void* array = load_values ? ValueArray(params) : KeyArray(params);
-      if (whole) {
-        CopyTile<true>(array, seen, first_key);
+      if (whole && one_page) {
+        CopyTile<true, true>(array, seen, first_key);
+      } else if (whole) {
+        CopyTile<true, false>(array, seen, first_key);
       } else {
-        CopyTile<false>(array, seen, first_key);
+        CopyTile<false, false>(array, seen, first_key);
       }
       if constexpr (kRowParams) {
         CopyParams(load_values ? params.cache.value_params : params.cache.key_params, seen, first_key);
@@ -134,8 +140,8 @@ struct MainloopSm80 {
     CommitCopies();
   }
 
-  // kWhole: all keys of the block exist and are seen, so none is left out.
-  template <bool kWhole>
+  // kWhole: all keys of the block exist and are seen, so none is left out. kOnePage: and their rows follow each other.
+  template <bool kWhole, bool kOnePage>
   __device__ void CopyTile(const void* array, RunRange seen, int first_key) {
     constexpr int kRowsPerPass = Traits::kThreads / kStoredChunks;
     static_assert(kRowsPerPass % 4 == 0);
@@ -143,11 +149,13 @@ struct MainloopSm80 {
     const uint32_t tile = SharedAddress(shared.ring[load_slot]);
     const char* from = static_cast<const char*>(array) + chunk * 16;
     int64_t step = 0;  // bytes from pass to pass
-    if constexpr (kPaged) {
+    if constexpr (kPaged && kOnePage) {
+      from += (static_cast<int64_t>(__shfl_sync(~0u, group, 0)) * 8 + r0) * Traits::kStoredBytes;
+      step = kRowsPerPass * Traits::kStoredBytes;
+    } else if constexpr (kPaged) {
       from += r0 % 8 * Traits::kStoredBytes;
     } else {
-      from += (FirstKeyRow(params, b, head) + static_cast<int64_t>(first_key + r0) * params.num_kv_heads) *
-              Traits::kStoredBytes;
+      from += (shared.first_key_row + static_cast<int64_t>(first_key + r0) * params.num_kv_heads) * Traits::kStoredBytes;
       step = kRowsPerPass * params.num_kv_heads * Traits::kStoredBytes;
     }
 #pragma unroll
@@ -155,8 +163,8 @@ struct MainloopSm80 {
       // The swizzle repeats every 8 rows, so that only 512-byte rows, 4 a pass, have more than one of it.
       const int first = pass * kRowsPerPass, within = first % 8, r = first + r0;
       const char* address;
-      bool valid = kWhole || (first_key + r >= seen.lo && first_key + r < seen.hi);
-      if constexpr (kPaged) {
+      bool valid = kWhole || seen.Holds(first_key + r);
+      if constexpr (kPaged && !kOnePage) {
         const int g = __shfl_sync(~0u, group, r / 8);
         address = from + within * Traits::kStoredBytes + static_cast<int64_t>(g) * (8 * Traits::kStoredBytes);
         if (!kWhole) valid = valid && g != kNoGroup;
@@ -174,7 +182,7 @@ struct MainloopSm80 {
     const int r = threadIdx.x;
     const int g = __shfl_sync(~0u, group, r / 8 % 32);
     if (r >= kKeys) return;
-    const bool valid = g != kNoGroup && first_key + r >= seen.lo && first_key + r < seen.hi;
+    const bool valid = g != kNoGroup && seen.Holds(first_key + r);
     const int64_t offset = valid ? (static_cast<int64_t>(g) * 8 + r % 8) * 4 : 0;
     CopyAsync4(SharedAddress(&shared.row_params[load_slot][r]), static_cast<const char*>(array) + offset, valid);
   }
@@ -330,8 +338,9 @@ struct MainloopSm80 {
         const bool moves = x * rule.to_log2 > reference * rule.to_log2 + kSlack;
         const float next = moves ? x : reference;
         // No key yet: any finite origin will do, and exp(-Inf) must not become exp(-Inf + Inf).
-        origin[f][half] = next == -Infinity() ? 0.f : next * rule.to_log2;
-        alpha[f][half] = Exp2(reference * rule.to_log2 - origin[f][half]);
+        origin[f][half] = next == -Infinity() ? 0.f : __fmul_rn(next, rule.to_log2);
+        // Rounded as the old origin was: a contraction would be off by half an ulp of it.
+        alpha[f][half] = Exp2(__fmul_rn(reference, rule.to_log2) - origin[f][half]);
         if (!moves) alpha[f][half] = 1.f;
         reference = next;
         moved = moved || moves;
@@ -432,15 +441,14 @@ struct MainloopSm80 {
       return tile;
     };
 #pragma unroll 1
-    for (int block = blocks.total() - 1; block >= 0; --block) {
+    for (int block = shared.end - 1; block >= shared.begin; --block) {
       const int run = blocks.RunOf(block), first_key = blocks.FirstKey(block);
       float s[kFragments][kKeys / 8][4] = {};
       MultiplyKeys(next_tile(false), s);
       const uint32_t mapped = static_cast<uint32_t>(mapped_queue >> (16 * kAhead)) & 0xffffu;
-      const RunRange common = blocks.common[run];
-      const int32_t* segments = SegmentsOfKeys(params, b);
-      const bool partial = first_key < common.lo || first_key + kKeys > common.hi || mapped != kAllMapped ||
-                           segments != nullptr;
+            const int32_t* segments = SegmentsOfKeys(params, shared.b);
+      const bool partial =
+          !blocks.common[run].HoldsAll(first_key, kKeys) || mapped != kAllMapped || segments != nullptr;
       const KeyBlockView seen = {view.runs[run], run,       first_key,
                                  mapped,         segments,  view.has_tree ? params.score.tree_mask : nullptr,
                                  params.score.tree_columns, view.position};

@@ -27,6 +27,7 @@ struct TraitsSm80 {
   static constexpr int kStoredBytes = static_cast<int>(RowBytes(kKv, kDim));  // of a stored row
   static constexpr int kStoredChunks = kStoredBytes / 16;
   static_assert(kKv == kEType || IsQuantised(kKv));
+  static_assert(kRows == PrefillRows(kDim), "the plan counts tiles");
   static_assert(kKeys / 8 <= 16, "a block's mapped groups are 16 bits of a queue");
 };
 
