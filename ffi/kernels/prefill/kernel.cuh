@@ -109,6 +109,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
       shared.view = view;
       shared.b = found.b;
       shared.head = head;
+      if constexpr (Traits::kKvDType == DType::kFloat8E4M3) {
+        shared.head_scale[0] = HeadScale(params, params.cache.key_params, found.b, head);
+        shared.head_scale[1] = HeadScale(params, params.cache.value_params, found.b, head);
+      }
       shared.blocks = BlockList<Traits::kKeys>(view, first_token, min(last_token, view.q_len - 1));
       shared.begin = static_cast<int>(static_cast<int64_t>(shared.blocks.total()) * split / parts);
       shared.end = static_cast<int>(static_cast<int64_t>(shared.blocks.total()) * (split + 1) / parts);

@@ -35,6 +35,7 @@ struct SharedSm80 {
   int64_t first_key_row;  // of plain arrays
   int64_t b;              // sequence
   int64_t head;           // kv head
+  float head_scale[2];    // fp8: of K and V
   int begin, end;         // blocks [begin, end) of the list are this part's
   int num_rows;
   int parts;      // that the tile's keys are cut in
@@ -75,7 +76,6 @@ struct MainloopSm80 {
   int group = kNoGroup;
   uint32_t load_mapped = kAllMapped;
   uint64_t mapped_queue = 0;  // 16 bits a loaded block
-  float head_scale[2];        // fp8: of K and V
 
   __device__ MainloopSm80(const Params& params, SharedSm80<Traits>& shared)
       : params(params),
@@ -85,10 +85,6 @@ struct MainloopSm80 {
         rule(MakeScoreRule(params.score)),
         load_block(shared.end - 1) {
     for (int f = 0; f < kFragments; ++f) max[f][0] = max[f][1] = -Infinity();
-    if constexpr (Traits::kKvDType == DType::kFloat8E4M3) {
-      head_scale[0] = HeadScale(params, params.cache.key_params, shared.b, shared.head);
-      head_scale[1] = HeadScale(params, params.cache.value_params, shared.b, shared.head);
-    }
   }
 
   // ---- loading
@@ -209,7 +205,7 @@ struct MainloopSm80 {
       if constexpr (kRowParams) {
         scale = UnpackRowScale<E>(shared.row_params[slot][r]);
       } else {
-        scale = Codes::MakeScale(head_scale[values]);
+        scale = Codes::MakeScale(shared.head_scale[values]);
       }
       const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
       uint32_t pairs[4][kPairs];
