@@ -361,7 +361,7 @@ struct MainloopSm80 {
           for (int step = 4; step < 32; step *= 2) top[e] = fmaxf(top[e], __shfl_xor_sync(~0u, top[e], step));
           alpha[e] = max[n][e] == top[e] ? 1.f
                      : max[n][e] == -Infinity() ? 0.f
-                                                : Exp2(__fmul_rn(max[n][e], rule.to_log2) - __fmul_rn(top[e], rule.to_log2));
+                                                : Exp2((max[n][e] - top[e]) * rule.to_log2);
           max[n][e] = top[e];
           sum[n][e] *= alpha[e];
         }
@@ -373,9 +373,10 @@ struct MainloopSm80 {
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        // No key yet: any finite origin will do, and exp(-Inf) must not become exp(-Inf + Inf).
-        const float origin = max[n][e % 2] == -Infinity() ? 0.f : __fmul_rn(max[n][e % 2], rule.to_log2);
-        s[n][e] = Exp2(fmaf(s[n][e], rule.to_log2, -origin));
+        // From the maximum before scaling: far from 0, half an ulp of a scaled maximum is no small exponent. No key yet:
+        // any finite origin will do, and exp(-Inf) must not become exp(-Inf + Inf).
+        const float origin = max[n][e % 2] == -Infinity() ? 0.f : max[n][e % 2];
+        s[n][e] = Exp2((s[n][e] - origin) * rule.to_log2);
         sum[n][e % 2] += s[n][e];
       }
       p[n][0] = TransposeMatrix(Pack<E>(s[n][0], s[n][1]));

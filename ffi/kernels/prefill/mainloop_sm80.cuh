@@ -52,6 +52,7 @@ struct MainloopSm80 {
   static constexpr int kChunks = Traits::kChunks, kStoredChunks = Traits::kStoredChunks;
   static constexpr int kGroups = kKeys / 8;
   static constexpr float kSlack = 8.f;  // in exponents of 2: probabilities up to 256, far inside E
+  static constexpr float kFar = 1024.f;  // exponents of 2; half an ulp there is 2^-14
   static constexpr int kAhead = (Traits::kStages - 1) / 2;  // K tiles loaded beyond the block being worked on
 
   const Params& params;
@@ -322,7 +323,7 @@ struct MainloopSm80 {
           top[f][half] = fmaxf(top[f][half], fmaxf(s[f][n][2 * half], s[f][n][2 * half + 1]));
       }
     }
-    bool moved = false;
+    bool moved = false, far = false;
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
       for (int half = 0; half < 2; ++half) {
@@ -334,12 +335,29 @@ struct MainloopSm80 {
         const bool moves = x * rule.to_log2 > reference * rule.to_log2 + kSlack;
         const float next = moves ? x : reference;
         // No key yet: any finite origin will do, and exp(-Inf) must not become exp(-Inf + Inf).
-        origin[f][half] = next == -Infinity() ? 0.f : __fmul_rn(next, rule.to_log2);
-        // Rounded as the old origin was: a contraction would be off by half an ulp of it.
-        alpha[f][half] = Exp2(__fmul_rn(reference, rule.to_log2) - origin[f][half]);
+        const bool none = next == -Infinity();
+        origin[f][half] = none ? 0.f : __fmul_rn(next, rule.to_log2);
+        // Where half an ulp of the origin is not small against 1, scores are taken from it before they are scaled.
+        far = far || fabsf(origin[f][half]) > kFar;
+        alpha[f][half] = none || reference == -Infinity() ? 0.f : Exp2((reference - next) * rule.to_log2);
         if (!moves) alpha[f][half] = 1.f;
         reference = next;
         moved = moved || moves;
+      }
+    }
+    if (__any_sync(~0u, far)) {
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        for (int half = 0; half < 2; ++half) {
+          const bool this_far = fabsf(origin[f][half]) > kFar;
+          const float shift = this_far ? max[f][half] : 0.f;
+          if (this_far) origin[f][half] = 0.f;
+#pragma unroll
+          for (int n = 0; n < kKeys / 8; ++n) {
+            s[f][n][2 * half] -= shift;
+            s[f][n][2 * half + 1] -= shift;
+          }
+        }
       }
     }
     if (__any_sync(~0u, moved)) {
