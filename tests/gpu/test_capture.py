@@ -40,4 +40,4 @@ def test_no_handler_call_on_replay():
     captured, plain = run("cuda", CAPTURED), run("cuda", "")
     print(f"the captured step takes {captured['step_us'] / plain['step_us']:.2f} of the time of the other")
     assert captured["handler_calls"] == 0
-    assert plain["handler_calls"] >= 0  # one a layer and step where XLA does not capture the loop
+    assert plain["handler_calls"] > 0  # one a layer and step: XLA does not capture the loop by default
