@@ -7,6 +7,7 @@
 
 #include <optional>
 
+#include "core/heuristics.h"
 #include "core/registry.h"
 #include "handlers/handlers.h"
 #include "xla/ffi/api/c_api.h"
@@ -16,6 +17,7 @@ namespace turboattn {
 namespace nb = nanobind;
 
 // handler_calls() -> handlers run so far, for tests of capture; registrations() -> {FFI target name: capsule}; ffi_api_version() -> (major, minor) of the FFI headers of this build;
+// paged_plan(sizes) -> how the CUDA kernels cut a paged call up (core/heuristics.h; the same in both modules);
 // kernels() -> [{name, phase, family, head_dim, value_dim, dtype, kv_dtype}], what is None is taken at run time.
 inline void DefineCommon(nb::module_& module) {
   module.def("registrations", [] {
@@ -23,6 +25,25 @@ inline void DefineCommon(nb::module_& module) {
     for (const auto& [target, handler] : Handlers()) registrations[target] = nb::capsule(handler);
     return registrations;
   });
+  module.def(
+      "paged_plan",
+      [](int64_t batch, int64_t num_tokens, int64_t uniform_q_len, int64_t num_heads, int64_t num_kv_heads,
+         int64_t value_dim, int64_t max_keys, bool batch_invariant) {
+        const PagedPlan plan = PlanPaged(
+            {batch, num_tokens, uniform_q_len, num_heads, num_kv_heads, value_dim, max_keys, batch_invariant});
+        nb::dict entry;
+        entry["runs_decode"] = plan.runs_decode;
+        entry["runs_prefill"] = plan.runs_prefill;
+        entry["decode_q_len"] = plan.decode_q_len;
+        entry["row_tile"] = plan.row_tile;
+        entry["slots"] = plan.slots;
+        entry["prefill_tiles"] = plan.prefill_tiles;
+        entry["prefill_splits"] = plan.prefill_splits;
+        entry["workspace_bytes"] = plan.workspace_bytes;
+        return entry;
+      },
+      nb::kw_only(), nb::arg("batch"), nb::arg("num_tokens"), nb::arg("uniform_q_len"), nb::arg("num_heads"),
+      nb::arg("num_kv_heads"), nb::arg("value_dim"), nb::arg("max_keys"), nb::arg("batch_invariant"));
   module.def("handler_calls", &HandlerCalls);
   module.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
   module.def("kernels", [] {

@@ -8,7 +8,6 @@
 #include <optional>
 #include <string>
 
-#include "core/heuristics.h"
 #include "module_common.h"
 
 namespace nb = nanobind;
@@ -31,14 +30,4 @@ std::optional<std::string> DeviceError() {
 NB_MODULE(_cuda, module) {
   turboattn::DefineCommon(module);
   module.def("device_error", &turboattn::DeviceError);
-  module.def(
-      "paged_workspace_bytes",
-      [](int64_t batch, int64_t num_tokens, int64_t uniform_q_len, int64_t num_heads, int64_t num_kv_heads,
-         int64_t value_dim, int64_t max_keys, bool batch_invariant) {
-        return turboattn::PlanPaged({batch, num_tokens, uniform_q_len, num_heads, num_kv_heads, value_dim, max_keys,
-                                     batch_invariant})
-            .workspace_bytes;
-      },
-      nb::kw_only(), nb::arg("batch"), nb::arg("num_tokens"), nb::arg("uniform_q_len"), nb::arg("num_heads"),
-      nb::arg("num_kv_heads"), nb::arg("value_dim"), nb::arg("max_keys"), nb::arg("batch_invariant"));
 }

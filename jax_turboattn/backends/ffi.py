@@ -250,7 +250,7 @@ def _workspace_bytes(spec: Spec, named: dict[str, Any]) -> int:
     batch, columns = named["page_table"].shape
     prefix = named["prefix_pages"].shape[0] if "prefix_pages" in named else 0
     rows = named["query"].shape[:-2]  # [T], or [B, Q]
-    return load("cuda").module.paged_workspace_bytes(
+    plan = load("cuda").module.paged_plan(
         batch=batch,
         num_tokens=math.prod(rows),
         uniform_q_len=rows[1] if len(rows) == 2 else 0,
@@ -260,6 +260,7 @@ def _workspace_bytes(spec: Spec, named: dict[str, Any]) -> int:
         max_keys=(columns + prefix) * attn.page_size,
         batch_invariant=attn.batch_invariant,
     )
+    return plan["workspace_bytes"]
 
 
 def lower(ctx, *operands, spec: Spec, platform: str):

@@ -152,11 +152,12 @@ __device__ void FillUnownedRows(const Params& params, int64_t warp, int64_t warp
       if (row >= range.lo && row < range.hi) continue;
     }
     bool owned = false;
-    for (int64_t b = lane; b < BatchOf(params); b += 32) {
-      const TokenRange range = ClampRange(ranges, b, rows);
-      owned = owned || (row >= range.lo && row < range.hi);
+    for (int64_t base = 0; base < BatchOf(params) && !owned; base += 32) {
+      const int64_t b = base + lane;
+      const TokenRange range = b < BatchOf(params) ? ClampRange(ranges, b, rows) : TokenRange{0, 0};
+      owned = __any_sync(~0u, row >= range.lo && row < range.hi);
     }
-    if (__any_sync(~0u, owned)) continue;
+    if (owned) continue;
     for (int64_t i = lane; i < row_words; i += 32) static_cast<uint4*>(params.out)[row * row_words + i] = {0, 0, 0, 0};
     for (int64_t h = lane; h < heads; h += 32) params.lse[row * heads + h] = -Infinity();
   }

@@ -1,0 +1,88 @@
+"""core/heuristics: how a paged call is cut up for CUDA, from static sizes. Pure, so the CPU module shows it too."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from jax_turboattn.backends import ffi
+
+if ffi.load("cpu").reason is not None:
+    pytest.skip(f"cpu: {ffi.load('cpu').reason}", allow_module_level=True)
+
+BLOCK, SPLIT, MOST_SPLITS = 64, 1024, 32  # kDecodeKeys, kInvariantSplit, kMaxInvariantSplits
+
+
+def plan(**sizes):
+    common = dict(uniform_q_len=0, num_heads=32, num_kv_heads=8, value_dim=128, max_keys=8192, batch_invariant=False)
+    return ffi.load("cpu").module.paged_plan(**common | sizes)
+
+
+def test_one_token_a_sequence_is_decode_alone():
+    for sizes in (dict(batch=64, num_tokens=64), dict(batch=64, num_tokens=64, uniform_q_len=1)):
+        found = plan(**sizes)
+        assert found["runs_decode"] and not found["runs_prefill"]
+        assert found["row_tile"] == 8  # 4 heads a group
+
+
+@pytest.mark.parametrize("heads, tokens, tile", [((32, 8), 1, 8), ((32, 8), 4, 16), ((64, 8), 2, 16), ((32, 1), 1, 16)])
+def test_rows_of_a_decode_unit(heads, tokens, tile):
+    found = plan(batch=2, num_tokens=2 * tokens, uniform_q_len=tokens, num_heads=heads[0], num_kv_heads=heads[1])
+    assert (found["runs_decode"], found["row_tile"]) == (True, tile)
+
+
+def test_more_tokens_than_a_unit_holds_are_prefill():
+    found = plan(batch=2, num_tokens=10, uniform_q_len=5)  # 5 tokens x 4 heads > 16 rows
+    assert found["runs_prefill"] and not found["runs_decode"]
+
+
+def test_a_mixed_batch_runs_both():
+    found = plan(batch=64, num_tokens=64 + 512)
+    assert found["runs_decode"] and found["runs_prefill"]
+    assert found["decode_q_len"] == 4
+
+
+def test_workspace_does_not_grow_with_batch_or_context():
+    small, large = plan(batch=2, num_tokens=2), plan(batch=4096, num_tokens=4096, max_keys=1 << 20)
+    assert small["workspace_bytes"] == large["workspace_bytes"] < 8 << 20
+
+
+def test_few_rows_on_a_long_context_are_split():
+    found = plan(batch=1, num_tokens=128, uniform_q_len=128, max_keys=131072)
+    assert found["prefill_tiles"] == 4 * 8 and found["prefill_splits"] == 264 // 32
+    assert plan(batch=1, num_tokens=128, uniform_q_len=128, max_keys=1000)["prefill_splits"] == 1  # merging costs more
+    assert plan(batch=4, num_tokens=4 * 4096, uniform_q_len=4096, max_keys=4096)["prefill_splits"] == 1  # fills a card
+    assert plan(batch=1, num_tokens=128, uniform_q_len=128, max_keys=131072, batch_invariant=True)["prefill_splits"] == 1
+
+
+@pytest.mark.parametrize("empty", [dict(batch=4, num_tokens=0), dict(batch=4, num_tokens=4, num_heads=0)])
+def test_nothing_to_do(empty):
+    found = plan(**empty)
+    assert not found["runs_decode"] and not found["runs_prefill"] and found["workspace_bytes"] == 0
+
+
+def test_rows_without_sequences_are_written_by_decode():
+    assert plan(batch=0, num_tokens=7)["runs_decode"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_batch_invariant_parts_fit_their_slots(seed):
+    """The device counts the parts of each sequence by its own length; slots are allocated from static sizes."""
+    rng = np.random.default_rng(seed)
+    kv_heads, group = int(rng.integers(1, 9)), int(rng.choice([1, 2, 3, 4, 7, 8, 12, 16, 71, 128]))
+    batch, max_keys = int(rng.integers(1, 9)), int(rng.choice([64, 1000, 1024, 5000, 32768, 40000, 1 << 20]))
+    found = plan(
+        batch=batch, num_tokens=64, num_heads=kv_heads * group, num_kv_heads=kv_heads, max_keys=max_keys,
+        batch_invariant=True,
+    )  # fmt: skip
+    parts = 0
+    for _ in range(batch):
+        prefix = int(rng.integers(0, max_keys + 1))
+        runs = (prefix, int(rng.integers(0, max_keys - prefix + 1)))
+        blocks = max(1, sum(math.ceil(keys / BLOCK) + (keys > 0) for keys in runs))  # a window may cut a block in two
+        part = SPLIT * max(1, math.ceil(blocks * BLOCK / (SPLIT * MOST_SPLITS))) // BLOCK
+        q_len = int(rng.integers(1, found["decode_q_len"] + 1))
+        parts += kv_heads * math.ceil(q_len * group / found["row_tile"]) * math.ceil(blocks / part)
+    assert parts <= found["slots"]
