@@ -16,9 +16,10 @@ namespace turboattn {
 
 namespace nb = nanobind;
 
-// handler_calls() -> handlers run so far, for tests of capture; registrations() -> {FFI target name: capsule}; ffi_api_version() -> (major, minor) of the FFI headers of this build;
-// paged_plan(sizes) -> how the CUDA kernels cut a paged call up (core/heuristics.h; the same in both modules);
-// kernels() -> [{name, phase, family, head_dim, value_dim, dtype, kv_dtype}], what is None is taken at run time.
+// handler_calls() -> handlers run so far, for tests of capture; registrations() -> {FFI target name: capsule};
+// ffi_api_version() -> (major, minor) of the FFI headers of this build; paged_plan(sizes) -> how the CUDA kernels cut a
+// paged call up (core/heuristics.h; the same in both modules); kernels() -> [{name, phase, family, head_dim, value_dim,
+// dtype, kv_dtype}], what is None is taken at run time.
 inline void DefineCommon(nb::module_& module) {
   module.def("registrations", [] {
     nb::dict registrations;

@@ -34,7 +34,8 @@ void PlanPrefill(const PagedShape& shape, int64_t group, PagedPlan* plan) {
                                      plan->runs_decode ? plan->decode_q_len : 0);
   plan->prefill_tiles = tiles * shape.num_kv_heads;
   if (shape.batch_invariant || plan->prefill_tiles == 0) return;  // the number of tiles depends on the batch
-  const int64_t splits = std::min({kFillBlocks / plan->prefill_tiles, shape.max_keys / kMinSplitKeys, kMaxPrefillSplits});
+  const int64_t splits =
+      std::min({kFillBlocks / plan->prefill_tiles, shape.max_keys / kMinSplitKeys, kMaxPrefillSplits});
   if (splits <= 1) return;
   plan->prefill_splits = static_cast<int>(splits);
   plan->prefill_offset = CeilDiv(plan->workspace_bytes, kWorkspaceHeader) * kWorkspaceHeader;

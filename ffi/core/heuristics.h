@@ -26,8 +26,8 @@ struct PagedPlan {
   bool runs_prefill = false;
   // Decode takes sequences of at most this many query tokens, prefill the longer ones.
   int64_t decode_q_len = 0;
-  int row_tile = 8;          // rows of a decode unit: 8 or 16
-  int64_t slots = 0;         // partial results that the workspace holds
+  int row_tile = 8;   // rows of a decode unit: 8 or 16
+  int64_t slots = 0;  // partial results that the workspace holds
   // Parts that the keys of a prefill tile are cut in, when there are too few tiles to fill a card.
   int prefill_splits = 1;
   int64_t prefill_tiles = 0;   // of all kv heads, at most
@@ -48,7 +48,7 @@ constexpr int64_t kMaxInvariantSplits = 32;
 #if defined(__CUDACC__)
 __host__ __device__
 #endif
-constexpr int64_t InvariantSplit(int64_t keys) {
+    constexpr int64_t InvariantSplit(int64_t keys) {
   const int64_t parts = kInvariantSplit * kMaxInvariantSplits;
   return kInvariantSplit * (keys > parts ? (keys + parts - 1) / parts : 1);
 }
@@ -62,17 +62,17 @@ constexpr int64_t kSlotInts = 8;
 #if defined(__CUDACC__)
 __host__ __device__
 #endif
-constexpr int PrefillRows(int64_t value_dim) {
+    constexpr int PrefillRows(int64_t value_dim) {
   return value_dim <= 128 ? 128 : 64;
 }
 
-// Tiles of one kv head: exact for sequences of one length, else what disjoint ranges of rows can make: a sequence has at
-// most one tile that is not full, and is longer than `skipped` tokens.
+// Tiles of one kv head: exact for sequences of one length, else what disjoint ranges of rows can make: a sequence has
+// at most one tile that is not full, and is longer than `skipped` tokens.
 #if defined(__CUDACC__)
 __host__ __device__
 #endif
-constexpr int64_t PrefillTiles(int64_t batch, int64_t num_tokens, int64_t uniform_q_len, int64_t group, int64_t rows,
-                               int64_t skipped) {
+    constexpr int64_t PrefillTiles(int64_t batch, int64_t num_tokens, int64_t uniform_q_len, int64_t group,
+                                   int64_t rows, int64_t skipped) {
   if (uniform_q_len > 0) return batch * ((uniform_q_len * group + rows - 1) / rows);
   const int64_t sequences = num_tokens / (skipped + 1);
   return num_tokens * group / rows + (sequences < batch ? sequences : batch);

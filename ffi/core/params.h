@@ -41,8 +41,8 @@ constexpr int64_t RowBytes(DType dtype, int64_t elements) {
   return 0;
 }
 
-// Scratch memory of a CUDA call: a result that XLA allocates. The handler has checked its size; what it holds is garbage
-// until the kernel writes it. Null on the CPU.
+// Scratch memory of a CUDA call: a result that XLA allocates. The handler has checked its size; what it holds is
+// garbage until the kernel writes it. Null on the CPU.
 struct Workspace {
   void* data = nullptr;
   int64_t bytes = 0;
@@ -170,9 +170,9 @@ struct PagedAttentionParams {
   DType out_dtype = DType::kFloat32;  // E or float32
   int64_t num_heads = 0;              // H
   bool batch_invariant = false;
-  PagedPlan plan;       // CUDA: which kernel takes which sequence
-  int64_t max_tiles = 0;  // set by the prefill launch: PrefillTiles
-  Workspace workspace;  // plan.workspace_bytes
+  PagedPlan plan;         // CUDA: which kernel takes which sequence
+  int64_t max_tiles = 0;  // CUDA: set by the prefill launch, see PrefillTiles
+  Workspace workspace;    // plan.workspace_bytes
 };
 
 // attention (dense) and ragged_attention: keys and values are plain arrays.

@@ -54,7 +54,8 @@ class Operands {
   // The next result, which continues operand `name`: XLA aliases the two when it can, else the operand is copied first.
   void* Written(std::string_view name);
 
-  // The last result of a CUDA call, uint8[bytes] of at least `needed` bytes; nothing on the CPU and when none is needed.
+  // The last result of a CUDA call, uint8[bytes] of at least `needed` bytes; nothing on the CPU and when none is
+  // needed.
   Workspace ScratchResult(int64_t needed);
 
   // Size of an axis that a buffer has set.

@@ -20,7 +20,7 @@ def normal(*shape):
     return jnp.asarray(RNG.standard_normal(shape, np.float32), jnp.bfloat16)
 
 
-def pool(kv_dtype: str, implementation: str) -> ta.PagedKVCache:
+def pool(kv_dtype: str) -> ta.PagedKVCache:
     """B sequences of M pages, filled by append_kv."""
     cache = ta.PagedKVCache.create(B * M, K, D, page_size=P, dtype=kv_dtype)
     offsets = jnp.arange(B + 1, dtype=jnp.int32) * M * P
@@ -42,7 +42,7 @@ def packed(q_lens):
 def decode(kv_dtype, implementation):
     lens, _ = packed(np.ones(B, np.int32))
     call = functools.partial(ta.paged_decode, implementation=implementation)
-    return call, (normal(B, H, D), pool(kv_dtype, implementation), table()), lens
+    return call, (normal(B, H, D), pool(kv_dtype), table()), lens
 
 
 def prefill(kv_dtype, implementation):
@@ -53,7 +53,7 @@ def prefill(kv_dtype, implementation):
     def call(query, cache, table, lens):
         return ta.paged_attention(query, cache, table, lens, offsets, implementation=implementation)
 
-    return call, (normal(int(q_lens.sum()) + 5, H, D), pool(kv_dtype, implementation), table()), lens
+    return call, (normal(int(q_lens.sum()) + 5, H, D), pool(kv_dtype), table()), lens
 
 
 def step(kv_dtype, implementation):
@@ -65,7 +65,7 @@ def step(kv_dtype, implementation):
         )
 
     new = (normal(B, H, D), normal(B, K, D), normal(B, K, D))
-    return call, (*new, pool(kv_dtype, implementation), table()), lens
+    return call, (*new, pool(kv_dtype), table()), lens
 
 
 def dense(kv_dtype, implementation):

@@ -11,8 +11,8 @@
 
 namespace turboattn {
 
-// Where a part has this row: kDim floats of its unnormalised value sum, the origin of its exponents of 2 (-Inf: the part
-// saw no key) and their sum.
+// Where a part has this row: kDim floats of its unnormalised value sum, the origin of its exponents of 2 (-Inf: the
+// part saw no key) and their sum.
 struct PartRow {
   const float* data;
   const float* max;

@@ -28,9 +28,9 @@ __device__ inline const QueryPrologue* PrologueOf(const PagedAttentionParams& pa
 }
 __device__ inline const QueryPrologue* PrologueOf(const LinearAttentionParams&) { return nullptr; }
 
-// Bias, RoPE and logn on the rows of a tile in shared memory, in float32 with one rounding at the end. An item is a pair
-// of rotated columns, or a column that is not rotated, of kRowsPerItem consecutive rows: the heads of a token share its
-// angle. Reads and writes of an item are its own.
+// Bias, RoPE and logn on the rows of a tile in shared memory, in float32 with one rounding at the end. An item is a
+// pair of rotated columns, or a column that is not rotated, of kRowsPerItem consecutive rows: the heads of a token
+// share its angle. Reads and writes of an item are its own.
 template <class E, int kRows, int kDim>
 __device__ void ApplyPrologue(const QueryPrologue& prologue, int64_t b, const TileRows<kRows>& tile, int rows,
                               E* s_query) {
@@ -74,8 +74,8 @@ __device__ void ApplyPrologue(const QueryPrologue& prologue, int64_t b, const Ti
   }
 }
 
-// Rows 0 .. kRows - 1 of the tile into s_query, [kRows][kDim] E with swizzled chunks; rows past `rows` are zeros. By the
-// whole block of kThreads threads; ends with __syncthreads().
+// Rows 0 .. kRows - 1 of the tile into s_query, [kRows][kDim] E with swizzled chunks; rows past `rows` are zeros. By
+// the whole block of kThreads threads; ends with __syncthreads().
 template <class E, int kRows, int kDim, int kThreads, class Params>
 __device__ void LoadQueryTile(const Params& params, int64_t b, const TileRows<kRows>& tile, int rows, E* s_query) {
   constexpr int kChunks = kDim / kChunk, kItems = kRows * kChunks;

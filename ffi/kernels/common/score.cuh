@@ -27,8 +27,8 @@ struct ScoreRule {
 __device__ inline ScoreRule MakeScoreRule(const ScoreParams& score) {
   const float to_log2 = score.scale * kLog2E;
   // The running maximum is one of the dot products themselves: that needs a positive factor that is a normal number.
-  const bool plain = score.soft_cap == 0.f && score.alibi_slopes == nullptr && to_log2 >= 0x1p-126f &&
-                     IsFinite(to_log2);
+  const bool plain =
+      score.soft_cap == 0.f && score.alibi_slopes == nullptr && to_log2 >= 0x1p-126f && IsFinite(to_log2);
   return {score.scale, score.soft_cap, plain ? to_log2 : kLog2E, !plain};
 }
 
@@ -77,7 +77,8 @@ __device__ void FillTileRows(const Params& params, const SequenceView& view, int
     tile->token[r] = view.first_token + i;
     tile->head[r] = query_head;
     tile->slope[r] = exists && params.score.alibi_slopes != nullptr ? params.score.alibi_slopes[query_head] : 0.f;
-    tile->segment[r] = exists && SegmentsOfQueries(params) != nullptr ? SegmentsOfQueries(params)[view.first_token + i] : 0;
+    tile->segment[r] =
+        exists && SegmentsOfQueries(params) != nullptr ? SegmentsOfQueries(params)[view.first_token + i] : 0;
   }
 }
 
@@ -163,8 +164,9 @@ __device__ void FillUnownedRows(const Params& params, int64_t warp, int64_t warp
   }
 }
 
-// Finds a tile by its number, when sequence b has count(b) of them (count <= 0: none), in the order of sequences. Run by
-// the whole block of kThreads threads; every thread gets the result. found.b == BatchOf(params): there is no such tile.
+// Finds a tile by its number, when sequence b has count(b) of them (count <= 0: none), in the order of sequences. Run
+// by the whole block of kThreads threads; every thread gets the result. found.b == BatchOf(params): there is no such
+// tile.
 struct FoundTile {
   int64_t b;
   int64_t index;  // within the sequence

@@ -12,8 +12,8 @@
 
 namespace turboattn {
 
-// a / b for a >= 0, b > 0. A 64-bit division takes some 100 instructions, a 32-bit one 20, and the operands nearly always
-// fit.
+// a / b for a >= 0, b > 0. A 64-bit division takes some 100 instructions, a 32-bit one 20, and the operands nearly
+// always fit.
 __device__ __forceinline__ int64_t Divide(int64_t a, int64_t b) {
   if (((a | b) >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
   return a / b;
@@ -143,8 +143,8 @@ __device__ inline SequenceView ViewSequence(const LinearAttentionParams& params,
   } else {
     view.first_token = b * params.num_tokens;
     view.q_len = params.query_lens != nullptr ? Clamp(params.query_lens[b], 0, params.num_tokens) : params.num_tokens;
-    keys.count = static_cast<int>(params.kv_lens != nullptr ? Clamp(params.kv_lens[b], 0, params.num_keys)
-                                                            : params.num_keys);
+    keys.count =
+        static_cast<int>(params.kv_lens != nullptr ? Clamp(params.kv_lens[b], 0, params.num_keys) : params.num_keys);
     view.position = params.query_offset != nullptr ? params.query_offset[b] : 0;
   }
   view.rule = MakeMaskRule(params.score.is_causal, params.score.window, b);

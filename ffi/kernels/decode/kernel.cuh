@@ -1,11 +1,11 @@
-// Paged attention of few query rows over many keys: persistent blocks over one flat list of work, and the merge of units
-// whose keys more than one block took in.
+// Paged attention of few query rows over many keys: persistent blocks over one flat list of work, and the merge of
+// units whose keys more than one block took in.
 //
 // A unit is (sequence, kv head, tile of rows). Its keys are cut in blocks of kDecodeKeys; all units' blocks follow each
 // other in one list, cut in equal parts over the grid, so a long sequence among short ones keeps no block waiting.
 // Batch-invariant calls cut each unit at fixed multiples instead, and deal these parts out. A part that is a whole unit
-// writes its rows; others leave (O, max, sum) in a slot of the workspace, and Merge puts the slots of a unit together in
-// their order.
+// writes its rows; others leave (O, max, sum) in a slot of the workspace, and Merge puts the slots of a unit together
+// in their order.
 #ifndef TURBOATTN_KERNELS_DECODE_KERNEL_CUH_
 #define TURBOATTN_KERNELS_DECODE_KERNEL_CUH_
 
@@ -17,7 +17,7 @@ namespace turboattn::decode {
 
 // What a slot says of itself. parts == 0: it is not the first of its unit, or not in use.
 struct SlotInfo {
-  int parts;      // slots of the unit: this one, then first_next, first_next + step, ...
+  int parts;  // slots of the unit: this one, then first_next, first_next + step, ...
   int first_next;
   int step;
   int rows;
@@ -56,9 +56,9 @@ __device__ __forceinline__ void StoreFour(void* out, DType out_dtype, int64_t el
 
 // A sequence's share of the flat list.
 struct Share {
-  int64_t units;   // kv heads x tiles of rows
-  int blocks;      // of a unit, at least 1
-  int part_blocks; // of a part; 0: parts are cut by the grid
+  int64_t units;    // kv heads x tiles of rows
+  int blocks;       // of a unit, at least 1
+  int part_blocks;  // of a part; 0: parts are cut by the grid
   __device__ int parts() const { return part_blocks == 0 ? blocks : (blocks + part_blocks - 1) / part_blocks; }
   // Length in the list: blocks, or parts when these are fixed.
   __device__ int64_t cost() const { return units * parts(); }
@@ -72,8 +72,9 @@ __device__ Share ShareOf(const PagedAttentionParams& params, int64_t b) {
   const SequenceView view = ViewSequence(params, b);
   const BlockList<kDecodeKeys> list(view, 0, q_len - 1);
   const int blocks = list.total() > 0 ? list.total() : 1;
-  const int part =
-      params.batch_invariant ? static_cast<int>(InvariantSplit(static_cast<int64_t>(blocks) * kDecodeKeys) / kDecodeKeys) : 0;
+  const int part = params.batch_invariant
+                       ? static_cast<int>(InvariantSplit(static_cast<int64_t>(blocks) * kDecodeKeys) / kDecodeKeys)
+                       : 0;
   return {params.cache.num_kv_heads * ((q_len * GroupOf(params) + kRows - 1) / kRows), blocks, part};
 }
 
@@ -159,7 +160,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         } else if (within == 0) {
           // The unit goes on in slot 0 of each following block that begins before its end.
           info.parts = 1;
-          for (int64_t next = blockIdx.x + 1; next < blocks && begin_of(next) < position + share.blocks; ++next) ++info.parts;
+          for (int64_t next = blockIdx.x + 1; next < blocks && begin_of(next) < position + share.blocks; ++next)
+            ++info.parts;
           info.first_next = static_cast<int>(2 * (blockIdx.x + 1));
           info.step = 2;
         }

@@ -24,7 +24,8 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, Traits::kThreads, kBytes);
   }
   if (error != cudaSuccess) return error;
-  const int blocks = static_cast<int>(std::min<int64_t>(static_cast<int64_t>(multiprocessors) * resident, kMaxDecodeBlocks));
+  const int blocks =
+      static_cast<int>(std::min<int64_t>(static_cast<int64_t>(multiprocessors) * resident, kMaxDecodeBlocks));
   if (blocks == 0) return cudaErrorInvalidConfiguration;
   kernel<<<blocks, Traits::kThreads, kBytes, stream>>>(params);
   error = cudaGetLastError();

@@ -1,14 +1,14 @@
-// The decode mainloop of the sm80 family: one warp, 16 keys a step, mma m16n8k16 with keys as the 16 rows and query rows
-// as the columns, so that a group of up to 8 heads wastes nothing.
+// The decode mainloop of the sm80 family: one warp, 16 keys a step, mma m16n8k16 with keys as the 16 rows and query
+// rows as the columns, so that a group of up to 8 heads wastes nothing.
 //
 //   S^T [16 keys, rows] = K [16, D] Q^T          A = K by ldmatrix,             B = Q^T, in registers or shared memory
 //   O^T [D, rows]      += V^T [D, 16] P^T        A = V^T by ldmatrix.trans,     B = P^T, S^T transposed by movmatrix
 //
-// The columns of S^T and O^T are the same in every lane, so the softmax state of a column lives where its sums do. Codes
-// are decoded in registers between ldmatrix and mma. ldmatrix moves 16 bits, two or four codes, so the order of a row's
-// elements is permuted. A lane holds one word of each 16-byte chunk of a key, 4 or 8 neighbours: 4 of them are its share
-// of a step of 16 elements, and the query's fragments are loaded in the same order (QueryElement). Of a value row it
-// holds 16 bits of each chunk: two codes are rows g and g + 8 of a tile of O^T (ValueColumn).
+// The columns of S^T and O^T are the same in every lane, so the softmax state of a column lives where its sums do.
+// Codes are decoded in registers between ldmatrix and mma. ldmatrix moves 16 bits, two or four codes, so the order of a
+// row's elements is permuted. A lane holds one word of each 16-byte chunk of a key, 4 or 8 neighbours: 4 of them are
+// its share of a step of 16 elements, and the query's fragments are loaded in the same order (QueryElement). Of a value
+// row it holds 16 bits of each chunk: two codes are rows g and g + 8 of a tile of O^T (ValueColumn).
 #ifndef TURBOATTN_KERNELS_DECODE_MAINLOOP_SM80_CUH_
 #define TURBOATTN_KERNELS_DECODE_MAINLOOP_SM80_CUH_
 
@@ -81,10 +81,10 @@ struct MainloopSm80 {
   const BlockList<kDecodeKeys>& blocks;
   const ScoreRule rule;
   const int64_t b;
-  const int64_t head;       // kv head
-  const int first_block;    // of this part of the unit
+  const int64_t head;     // kv head
+  const int first_block;  // of this part of the unit
   const int num_blocks;
-  const bool rows_differ;   // in what they see
+  const bool rows_differ;  // in what they see
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
 
@@ -158,8 +158,8 @@ struct MainloopSm80 {
       const char* from[2][2];  // of K and V, of the first row of each group that this lane copies
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int64_t offset = static_cast<int64_t>(groups[h]) * (8 * Traits::kStoredBytes) +
-                               r0 % 8 * Traits::kStoredBytes + chunk * 16;
+        const int64_t offset =
+            static_cast<int64_t>(groups[h]) * (8 * Traits::kStoredBytes) + r0 % 8 * Traits::kStoredBytes + chunk * 16;
         from[0][h] = static_cast<const char*>(params.cache.key) + offset;
         from[1][h] = static_cast<const char*>(params.cache.value) + offset;
       }
@@ -359,7 +359,7 @@ struct MainloopSm80 {
           top[e] = fmaxf(top[e], max[n][e]);
 #pragma unroll
           for (int step = 4; step < 32; step *= 2) top[e] = fmaxf(top[e], __shfl_xor_sync(~0u, top[e], step));
-          alpha[e] = max[n][e] == top[e] ? 1.f
+          alpha[e] = max[n][e] == top[e]        ? 1.f
                      : max[n][e] == -Infinity() ? 0.f
                                                 : Exp2((max[n][e] - top[e]) * rule.to_log2);
           max[n][e] = top[e];
@@ -373,8 +373,8 @@ struct MainloopSm80 {
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        // From the maximum before scaling: far from 0, half an ulp of a scaled maximum is no small exponent. No key yet:
-        // any finite origin will do, and exp(-Inf) must not become exp(-Inf + Inf).
+        // From the maximum before scaling: far from 0, half an ulp of a scaled maximum is no small exponent. No key
+        // yet: any finite origin will do, and exp(-Inf) must not become exp(-Inf + Inf).
         const float origin = max[n][e % 2] == -Infinity() ? 0.f : max[n][e % 2];
         s[n][e] = Exp2((s[n][e] - origin) * rule.to_log2);
         sum[n][e % 2] += s[n][e];

@@ -45,15 +45,17 @@ struct SplitWorkspace {
     data = reinterpret_cast<float*>(info + params.plan.prefill_tiles);
   }
   __device__ explicit SplitWorkspace(const LinearAttentionParams&) : info(nullptr), data(nullptr), splits(1) {}
-  __device__ float* Part(int64_t tile, int split) const { return data + (tile * splits + split) * (kRows * (kDim + 2)); }
+  __device__ float* Part(int64_t tile, int split) const {
+    return data + (tile * splits + split) * (kRows * (kDim + 2));
+  }
   __device__ PartRow Row(int64_t tile, int split, int row) const {
     const float* part = Part(tile, split);
     return {part + row * kDim, part + kRows * kDim + row, part + kRows * kDim + kRows + row};
   }
 };
 
-// Blocks: parts of a tile fastest, kv head major, tiles of a head in descending order within a sequence, so that the longest causal tiles of a
-// sequence start first.
+// Blocks: parts of a tile fastest, kv head major, tiles of a head in descending order within a sequence, so that the
+// longest causal tiles of a sequence start first.
 template <class Traits, class Params>
 __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_constant__ Params params) {
   using E = typename Traits::E;
@@ -146,8 +148,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
           float* part = SplitWorkspace<kRows, Traits::kDim>(params).Part(block / parts, block % parts);
 #pragma unroll
           for (int d = 0; d < Traits::kDim / 8; ++d) {
-            *reinterpret_cast<float2*>(part + row * Traits::kDim + 8 * d + lane % 4 * 2) = {mainloop.o[f][d][2 * half],
-                                                                                         mainloop.o[f][d][2 * half + 1]};
+            *reinterpret_cast<float2*>(part + row * Traits::kDim + 8 * d + lane % 4 * 2) = {
+                mainloop.o[f][d][2 * half], mainloop.o[f][d][2 * half + 1]};
           }
           if (lane % 4 == 0) {
             part[kRows * Traits::kDim + row] = mainloop.max[f][half] * mainloop.rule.to_log2;
@@ -156,7 +158,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
           continue;
         }
         // Dense rows past query_lens have no denominator, not even the sink.
-        const float* sinks = shared.rows.token[row] < shared.view.first_token + shared.view.q_len ? params.score.sinks : nullptr;
+        const float* sinks =
+            shared.rows.token[row] < shared.view.first_token + shared.view.q_len ? params.score.sinks : nullptr;
         const RowEnd end = EndRow(mainloop.max[f][half] * mainloop.rule.to_log2, sum, sinks, shared.rows.head[row]);
         const int64_t out_row = shared.rows.token[row] * params.num_heads + shared.rows.head[row];
         if (lane % 4 == 0) params.lse[out_row] = end.lse;

@@ -2,7 +2,8 @@
 //
 // The ring holds tiles in the order in which they are used, K of a block, then its V, blocks from the last key to the
 // first. While one tile is worked on, the next kStages - 1 are on their way: the next K lands under this block's PV and
-// its V under the next QK. One __syncthreads() a tile says both that a tile has landed and that the one before it is free.
+// its V under the next QK. One __syncthreads() a tile says both that a tile has landed and that the one before it is
+// free.
 #ifndef TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM80_CUH_
 #define TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM80_CUH_
 
@@ -51,8 +52,8 @@ struct MainloopSm80 {
   static constexpr int kKeys = Traits::kKeys, kDim = Traits::kDim, kFragments = Traits::kFragments;
   static constexpr int kChunks = Traits::kChunks, kStoredChunks = Traits::kStoredChunks;
   static constexpr int kGroups = kKeys / 8;
-  static constexpr float kSlack = 8.f;  // in exponents of 2: probabilities up to 256, far inside E
-  static constexpr float kFar = 1024.f;  // exponents of 2; half an ulp there is 2^-14
+  static constexpr float kSlack = 8.f;                      // in exponents of 2: probabilities up to 256, far inside E
+  static constexpr float kFar = 1024.f;                     // exponents of 2; half an ulp there is 2^-14
   static constexpr int kAhead = (Traits::kStages - 1) / 2;  // K tiles loaded beyond the block being worked on
 
   const Params& params;
@@ -64,7 +65,7 @@ struct MainloopSm80 {
   // Results: row 16 f + 8 half + lane / 4 of the warp's rows.
   float o[kFragments][kDim / 8][4] = {};
   float max[kFragments][2];       // origin of the exponents, in x (see ScoreRule): within kSlack of the maximum
-  float sum[kFragments][2] = {};  // this thread's columns only, until Finish()
+  float sum[kFragments][2] = {};  // this thread's columns only: the kernel adds the others'
 
   // The loader's state. Pages: lane g of each warp knows where the g-th 8 keys of a block are.
   static constexpr bool kPaged = std::is_same_v<Params, PagedAttentionParams>;
@@ -109,8 +110,9 @@ struct MainloopSm80 {
       const int run = blocks.RunOf(load_block), first_key = blocks.FirstKey(load_block);
       if (!load_values) {
         if constexpr (kPaged) {
-          group = next_present ? KeysOf(params, shared.b, shared.head, run).Group(first_key + 8 * (threadIdx.x % 32), next_entry)
-                               : kNoGroup;
+          group = next_present
+                      ? KeysOf(params, shared.b, shared.head, run).Group(first_key + 8 * (threadIdx.x % 32), next_entry)
+                      : kNoGroup;
           load_mapped = __ballot_sync(~0u, group != kNoGroup);
           LookUp(load_block - 1);
         }
@@ -152,7 +154,8 @@ struct MainloopSm80 {
     } else if constexpr (kPaged) {
       from += r0 % 8 * Traits::kStoredBytes;
     } else {
-      from += (shared.first_key_row + static_cast<int64_t>(first_key + r0) * params.num_kv_heads) * Traits::kStoredBytes;
+      from +=
+          (shared.first_key_row + static_cast<int64_t>(first_key + r0) * params.num_kv_heads) * Traits::kStoredBytes;
       step = kRowsPerPass * params.num_kv_heads * Traits::kStoredBytes;
     }
 #pragma unroll
@@ -200,8 +203,7 @@ struct MainloopSm80 {
     constexpr int kPairs = Codes::kPerWord / 2;
     for (int i = threadIdx.x; i < kKeys * kStoredChunks; i += Traits::kThreads) {
       const int r = i / kStoredChunks, chunk = i % kStoredChunks;
-      const uint4 codes =
-          reinterpret_cast<const uint4*>(shared.ring[slot])[SwizzledChunk<kStoredChunks>(r, chunk)];
+      const uint4 codes = reinterpret_cast<const uint4*>(shared.ring[slot])[SwizzledChunk<kStoredChunks>(r, chunk)];
       typename Codes::Scale scale;
       if constexpr (kRowParams) {
         scale = UnpackRowScale<E>(shared.row_params[slot][r]);
@@ -307,8 +309,8 @@ struct MainloopSm80 {
     }
   }
 
-  // Scores to probabilities, as A fragments of the second product; rescales what there is. The rows of a thread go side by
-  // side and without branches: each is a chain of dependent instructions, and few warps are there to hide it.
+  // Scores to probabilities, as A fragments of the second product; rescales what there is. The rows of a thread go side
+  // by side and without branches: each is a chain of dependent instructions, and few warps are there to hide it.
   __device__ void Softmax(float (&s)[kFragments][kKeys / 8][4], uint32_t (&p)[kFragments][kKeys / 16][4]) {
     float top[kFragments][2], alpha[kFragments][2], origin[kFragments][2];
 #pragma unroll
@@ -377,7 +379,7 @@ struct MainloopSm80 {
       for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          float(&x)[4] = s[f][2 * n + i];
+          float (&x)[4] = s[f][2 * n + i];
 #pragma unroll
           for (int e = 0; e < 4; ++e) x[e] = Exp2(fmaf(x[e], rule.to_log2, -origin[f][e / 2]));
           for (int half = 0; half < 2; ++half) {
@@ -408,8 +410,9 @@ struct MainloopSm80 {
     }
   }
 
-  // A value of Inf or NaN times a probability of 0 would reach rows that do not see its key. Where some rows of the tile
-  // see a block only in part, such values are added to the rows that do see them and zeroed in the tile. Rare and slow.
+  // A value of Inf or NaN times a probability of 0 would reach rows that do not see its key. Where some rows of the
+  // tile see a block only in part, such values are added to the rows that do see them and zeroed in the tile. Rare and
+  // slow.
   __device__ void TakeOutNonFinite(const KeyBlockView& block, E* tile) {
     bool found = false;
     for (int i = threadIdx.x; i < kKeys * kChunks; i += Traits::kThreads) {
@@ -460,12 +463,17 @@ struct MainloopSm80 {
       float s[kFragments][kKeys / 8][4] = {};
       MultiplyKeys(next_tile(false), s);
       const uint32_t mapped = static_cast<uint32_t>(mapped_queue >> (16 * kAhead)) & 0xffffu;
-            const int32_t* segments = SegmentsOfKeys(params, shared.b);
+      const int32_t* segments = SegmentsOfKeys(params, shared.b);
       const bool partial =
           !blocks.common[run].HoldsAll(first_key, kKeys) || mapped != kAllMapped || segments != nullptr;
-      const KeyBlockView seen = {view.runs[run], run,       first_key,
-                                 mapped,         segments,  view.has_tree ? params.score.tree_mask : nullptr,
-                                 params.score.tree_columns, view.position};
+      const KeyBlockView seen = {view.runs[run],
+                                 run,
+                                 first_key,
+                                 mapped,
+                                 segments,
+                                 view.has_tree ? params.score.tree_mask : nullptr,
+                                 params.score.tree_columns,
+                                 view.position};
       if (partial || rule.modified) ModifyAndMask(seen, partial, s);
       uint32_t p[kFragments][kKeys / 16][4];
       Softmax(s, p);

@@ -4,16 +4,16 @@
 
 namespace turboattn::prefill {
 
-// sm80: 4 warps of 16 or 32 query rows each. Two blocks share an SM's 228 KB: a block's query tile and ring must stay below
-// 113 KB, and 255 registers a thread bound rows x (keys + head_dim).
+// sm80: 4 warps of 16 or 32 query rows each. Two blocks share an SM's 228 KB: a block's query tile and ring must stay
+// below 113 KB, and 255 registers a thread bound rows x (keys + head_dim).
 template <int kHeadDim>
 struct TilesSm80;
 
 template <>
 struct TilesSm80<64> {
-  static constexpr int kRows = 128;   // (token, head of the group) rows
-  static constexpr int kKeys = 128;   // keys a block
-  static constexpr int kStages = 3;   // K and V tiles in the ring: one in use, the others on their way
+  static constexpr int kRows = 128;  // (token, head of the group) rows
+  static constexpr int kKeys = 128;  // keys a block
+  static constexpr int kStages = 3;  // K and V tiles in the ring: one in use, the others on their way
 };
 
 template <>
