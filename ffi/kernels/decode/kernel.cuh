@@ -138,6 +138,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       FillTileRows<kRows>(params, view, head, first_row, rows, &shared.rows);
       __syncthreads();
       LoadQueryTile<E, kRows, kDim, kThreads>(params, b, shared.rows, rows, shared.query());
+      if constexpr (Traits::kQuantised) {
+        MakeCodeQuery(shared);
+        __syncthreads();
+      }
 
       // A sequence without a key to see has one block in the list and none here.
       const int keyed = shared.blocks.total() == 0 ? 0 : num_blocks;

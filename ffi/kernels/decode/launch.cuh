@@ -12,7 +12,7 @@ namespace turboattn::decode {
 template <class Traits>
 cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) {
   constexpr int kBytes = sizeof(SharedSm80<Traits>);
-  static_assert(kBytes <= kMaxSharedBytes<Traits::kStoredBytes, Traits::kDim>);
+  static_assert(kBytes <= kMaxSharedBytes<Traits::kStoredBytes, Traits::kRows, Traits::kDim>);
   const auto kernel = &DecodeSm80<Traits>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   int device = 0, multiprocessors = 0, resident = 0;
