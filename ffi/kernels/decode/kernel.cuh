@@ -211,7 +211,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
 // A block a slot, a warp a row: the partial results of the slot's unit, where the slot is the first of one, in their
 // order. Grid-stride over slots; blocks of other slots end at once.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kRows* kWarp) MergeSm80(const __grid_constant__ PagedAttentionParams params) {
+__global__ void __launch_bounds__(Traits::kRows* kWarp, 1024 / (Traits::kRows * kWarp))
+    MergeSm80(const __grid_constant__ PagedAttentionParams params) {
   constexpr int kRows = Traits::kRows, kDim = Traits::kDim;
   const WorkspaceView workspace(params);
   const int64_t slots = *workspace.slots_in_use, group = GroupOf(params);
