@@ -56,36 +56,74 @@ __device__ inline RowScale GroupRowScale(float min, float max, float poison) {
   return MakeRowScale<E, kBits>(min, max, finite);
 }
 
-// Codes of one row: those of EncodeCode, without its division. The quotient a / s is first a times a reciprocal and
-// then corrected once by its remainder, which is exact in one fma. That gives the rounded quotient itself: s has at
-// most 11 significant bits, so a / s is never a tie between two floats, and never closer to one than 2^-12 of their
-// distance, while the corrected value is off by less than 2^-20 of it before its rounding.
+// Codes of the elements of one row: those of EncodeCode, without its division. The quotient a / s is first a times a
+// reciprocal and then corrected once by its remainder, which is exact in one fma. That gives the rounded quotient itself:
+// s has at most 11 significant bits, so a / s is never a tie between two floats, and never closer to one than 2^-12 of
+// their distance, while the corrected value is off by less than 2^-20 of it before its rounding.
 template <int kBits>
 class RowEncoder {
  public:
+  // What Code adds to a code.
+  static constexpr uint32_t kCodeBase = 0x4b000000u;  // 2^23
+
   __device__ explicit RowEncoder(RowScale row) {
     // A remainder must not be subnormal: all is scaled. A row with such small steps is small itself, nothing overflows.
     power_ = row.scale < 0x1p-64f ? 0x1p64f : 1.f;
     scale_ = MulRn(row.scale, power_);
     zero_ = MulRn(row.zero, power_);
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse_) : "f"(scale_));
-    // Without a usable scale (0, Inf, NaN) every quotient below is 0 or NaN, whose code is 0.
-    if (!(scale_ > 0.f && IsFinite(scale_))) inverse_ = 0.f;
+    // Without a usable scale (0, Inf, NaN) every quotient below is 0 or NaN, and every code 0.
+    const bool usable = scale_ > 0.f && IsFinite(scale_);
+    if (!usable) inverse_ = 0.f;
+    largest_ = usable ? static_cast<float>((1 << kBits) - 1) : 0.f;
   }
 
-  // In the low byte; the others are garbage.
+  // kCodeBase + code. No element is less than zero, the row's minimum: only the upper bound needs care.
   __device__ uint32_t Code(float x) const {
-    constexpr float kMaxCode = static_cast<float>((1 << kBits) - 1);
     const float a = fmaf(x, power_, -zero_);  // the product is exact: one rounding, that of x - zero
     const float quotient = MulRn(a, inverse_);
     const float steps = fmaf(fmaf(-quotient, scale_, a), inverse_, quotient);
-    const float clamped = fminf(fmaxf(steps, 0.f), kMaxCode);  // fmaxf(NaN, 0) is 0
-    return FloatToBits(AddRn(clamped, 0x1p23f));  // as in EncodeCode
+    return FloatToBits(AddRn(fminf(steps, largest_), 0x1p23f));  // as in EncodeCode; fminf(NaN, 0) is 0
   }
 
  private:
-  float power_, scale_, zero_, inverse_;
+  float power_, scale_, zero_, inverse_, largest_;
 };
+
+// Eight codes of EncodeFp8, without its division where neither scale nor elements are extreme.
+//
+// The quotient is corrected as in RowEncoder. An element has at most 11 significant bits, but the scale has 24: the
+// result may be the other neighbour of a quotient that is nearly a tie between two floats. fp8 can tell the two apart
+// only if one of them is a tie t between two fp8, which has at most 5 bits. Written as integers (s of 24 bits, t of 5),
+// such a quotient needs s (2^20 t +- 1) within 12 of a number with 36 zeros at its end, which only s = 2^24 - 1 can meet.
+__device__ inline uint2 EncodeFp8Chunk(const float (&x)[kChunk], float scale) {
+#if __CUDA_ARCH__ >= 890
+  float largest = 0.f;
+#pragma unroll
+  for (int e = 0; e < kChunk; ++e) largest = fmaxf(largest, fabsf(x[e]));  // passes over NaN
+  constexpr uint32_t kMantissa = 0x7fffffu;
+  if (scale > 0x1p-60f && scale < 0x1p60f && (FloatToBits(scale) & kMantissa) != kMantissa && largest < 0x1p60f) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
+    uint16_t pairs[kChunk / 2];
+#pragma unroll
+    for (int i = 0; i < kChunk / 2; ++i) {
+      float y[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const float quotient = MulRn(x[2 * i + k], inverse);
+        y[k] = fmaf(-fmaf(quotient, scale, -x[2 * i + k]), inverse, quotient);  // in this order, -0 stays -0
+      }
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pairs[i]) : "f"(y[1]), "f"(y[0]));
+    }
+    return {pairs[0] | static_cast<uint32_t>(pairs[1]) << 16, pairs[2] | static_cast<uint32_t>(pairs[3]) << 16};
+  }
+#endif
+  uint32_t words[2] = {};
+#pragma unroll
+  for (int e = 0; e < kChunk; ++e) words[e / 4] |= static_cast<uint32_t>(EncodeFp8(x[e], scale).bits) << e % 4 * 8;
+  return {words[0], words[1]};
+}
 
 // Encodes x, E values, as elements d .. d + 7 of row `row` of [L,N,K,P]. `encoder` is for int8 and int4, `fp8_scale`
 // for fp8.
@@ -95,10 +133,13 @@ __device__ inline void StoreEncoded(const Side& side, int64_t row, int64_t d, co
   constexpr DType kKv = Traits::kKvDType;
   const int64_t element = row * side.width + d;
   if constexpr (kKv == DType::kInt4) {
-    uint8_t codes[kChunk];
+    uint32_t codes = 0, base = 0;
 #pragma unroll
-    for (int e = 0; e < kChunk; ++e) codes[e] = static_cast<uint8_t>(encoder.Code(x[e]));
-    static_cast<uint32_t*>(side.pool)[element / kChunk] = PackInt4(codes);
+    for (int e = 0; e < kChunk; ++e) {
+      codes += encoder.Code(x[e]) << Int4Shift(e);
+      base += encoder.kCodeBase << Int4Shift(e);
+    }
+    static_cast<uint32_t*>(side.pool)[element / kChunk] = codes - base;
   } else if constexpr (kKv == DType::kInt8) {
     uint32_t words[2];
 #pragma unroll
@@ -108,16 +149,12 @@ __device__ inline void StoreEncoded(const Side& side, int64_t row, int64_t d, co
       words[w] = __byte_perm(low, high, 0x5410);
     }
     static_cast<uint2*>(side.pool)[element / kChunk] = {words[0], words[1]};
+  } else if constexpr (kKv == DType::kFloat8E4M3) {
+    static_cast<uint2*>(side.pool)[element / kChunk] = EncodeFp8Chunk(x, fp8_scale);
   } else {
     Chunk<Element<kKv>> chunk;
 #pragma unroll
-    for (int e = 0; e < kChunk; ++e) {
-      if constexpr (kKv == DType::kFloat8E4M3) {
-        chunk.e[e] = EncodeFp8(x[e], fp8_scale);
-      } else {
-        chunk.e[e] = FromFloat<typename Traits::E>(x[e]);
-      }
-    }
+    for (int e = 0; e < kChunk; ++e) chunk.e[e] = FromFloat<typename Traits::E>(x[e]);
     StoreChunk(side.pool, element, chunk);
   }
 }

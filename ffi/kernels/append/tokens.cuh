@@ -49,22 +49,24 @@ __device__ inline Place PlaceToken(const AppendParams& params, int64_t token, in
   return {slot.page, slot.slot, FirstPosition(seqs) + position, owner, seqs.layer[owner]};
 }
 
-// s_place[count], and the turns of the tokens that have a place: turn j of token t is
-// s_turns[t * rope.dim / 2 + turn_index(j)]. Run by the whole block, and done when it returns.
-template <class TurnIndex>
-__device__ inline void PlaceTokens(const AppendParams& params, int64_t first, int count, int* s_owner, Place* s_place,
-                                   SinCos* s_turns, TurnIndex turn_index) {
+// s_place[count]. Run by the whole block, and done when it returns.
+__device__ inline void PlaceTokens(const AppendParams& params, int64_t first, int count, int* s_owner, Place* s_place) {
   FindOwners(params.seqs, first, count, s_owner);
-  const int thread = threadIdx.x;
-  if (thread < count) s_place[thread] = PlaceToken(params, first + thread, s_owner[thread]);
+  const int t = threadIdx.x;
+  if (t < count) s_place[t] = PlaceToken(params, first + t, s_owner[t]);
   __syncthreads();
-  const int pairs = params.rope.dim / 2;
-  if (pairs == 0) return;
-  for (int i = thread; i < count * pairs; i += blockDim.x) {
+}
+
+// The turns of the tokens that have a place: turn j < pairs of token t is s_turns[t * pairs + turn_index(j)]. Run by the
+// whole block, and done when it returns.
+template <class TurnIndex>
+__device__ inline void TurnTokens(const RopeParams& rope, int pairs, int64_t first, int count, const Place* s_place,
+                                  SinCos* s_turns, TurnIndex turn_index) {
+  for (int i = threadIdx.x; i < count * pairs; i += blockDim.x) {
     const int t = i / pairs, j = i % pairs;
     const Place& place = s_place[t];
     if (place.page == kUnmapped) continue;
-    s_turns[t * pairs + turn_index(j)] = RopeSinCos(params.rope, place.sequence, j, first + t, place.rope_position);
+    s_turns[t * pairs + turn_index(j)] = RopeSinCos(rope, place.sequence, j, first + t, place.rope_position);
   }
   __syncthreads();
 }

@@ -52,12 +52,37 @@ TA_HD int64_t RopePosition(const RopeParams& rope, int64_t j, int64_t token, int
   return rope.positions[token * 3 + RopeAxis(rope, j)];
 }
 
+// Cosine and sine of an angle in [-pi, pi]: on the GPU the operations of CUDA's cosf and sinf, with the same results, but
+// the reduction to [-pi/4, pi/4] once for both and without their path for large angles.
+TA_HD SinCos SinCosOf(float angle) {
+#if defined(__CUDA_ARCH__)
+  const float shifted = AddRn(MulRn(angle, 0.63661974668502807617f), 0x1.8p23f);  // quarter turns, in the low bits
+  const uint32_t quarter = FloatToBits(shifted);
+  const float quarters = SubRn(shifted, 0x1.8p23f);
+  float x = fmaf(quarters, -1.5707962512969970703f, angle);
+  x = fmaf(quarters, -7.5497894158615963534e-08f, x);
+  x = fmaf(quarters, -5.3903029534742383927e-15f, x);
+  const float square = MulRn(x, x);
+  float sine = fmaf(square, BitsToFloat(0xb94d4153u), BitsToFloat(0x3c0885e4u));
+  sine = fmaf(fmaf(square, sine, BitsToFloat(0xbe2aaaa8u)), MulRn(x, square), x);
+  float cosine = fmaf(square, BitsToFloat(0x37cbac00u), -0.0013887860113754868507f);
+  cosine = fmaf(square, fmaf(square, cosine, 0.041666727513074874878f), -0.4999999701976776123f);
+  cosine = fmaf(cosine, square, 1.f);
+  const bool odd = (quarter & 1) != 0;
+  return {BitsToFloat(FloatToBits(odd ? sine : cosine) ^ ((quarter + 1) & 2) << 30),
+          BitsToFloat(FloatToBits(odd ? cosine : sine) ^ (quarter & 2) << 30)};
+#else
+  return {cosf(angle), sinf(angle)};
+#endif
+}
+
 // Cosine and sine of pair j, times the attention factor. b: the sequence, for the dynamic base.
 TA_HD SinCos RopeSinCos(const RopeParams& rope, int64_t b, int64_t j, int64_t token, int64_t sequence_position) {
   const int64_t position = RopePosition(rope, j, token, sequence_position);
   const float angle = rope.turns != nullptr ? RopeAngle(rope.turns, j, position)
                                             : RopeAngleDynamic(rope.base[b], j, rope.dim, position);
-  return {MulRn(cosf(angle), rope.attention_factor), MulRn(sinf(angle), rope.attention_factor)};
+  const SinCos turn = SinCosOf(angle);
+  return {MulRn(turn.cos, rope.attention_factor), MulRn(turn.sin, rope.attention_factor)};
 }
 
 // Columns of pair j within the head.
