@@ -59,9 +59,10 @@ struct LaneRow {
   uint4 half[2];
 };
 
+// chunk: the index of the lane's first chunk.
 template <int kWidth>
-__device__ inline LaneRow LoadLaneRow(const void* source, int64_t row) {
-  const uint4* chunks = static_cast<const uint4*>(source) + row * (kWidth / kChunk) + threadIdx.x % kRowLanes<kWidth>;
+__device__ inline LaneRow LoadLaneRow(const void* source, int64_t chunk) {
+  const uint4* chunks = static_cast<const uint4*>(source) + chunk;
   return {chunks[0], chunks[kRowLanes<kWidth>]};
 }
 
@@ -144,15 +145,15 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, kMinBlocks)
   const unsigned heads = static_cast<unsigned>(params.cache.num_kv_heads);
   const unsigned rows = count * heads, step = blockDim.x / kRowLanes<kWidth>;
   const unsigned page_size = static_cast<unsigned>(params.cache.page_size);
-  const int64_t first_row = first * heads;
   const bool has_value = params.value != nullptr;
 
   // The first rows are on their way while the block finds out where they go.
   unsigned r = threadIdx.x / kRowLanes<kWidth>;
+  int64_t chunk = (first * heads + r) * (kWidth / kChunk) + threadIdx.x % kRowLanes<kWidth>;
   LaneRow key{}, value{};
   if (r < rows) {
-    key = LoadLaneRow<kWidth>(params.key, first_row + r);
-    if (has_value) value = LoadLaneRow<kWidth>(params.value, first_row + r);
+    key = LoadLaneRow<kWidth>(params.key, chunk);
+    if (has_value) value = LoadLaneRow<kWidth>(params.value, chunk);
   }
   PlaceTokens(params, first, count, s_owner, s_place);
   if (params.rope.dim != 0) {
@@ -173,11 +174,12 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, kMinBlocks)
                                              (head * page_size + static_cast<unsigned>(s_place[token].slot)));
     const SinCos* turns = s_turns + token * kPairs;
     r += step;
+    chunk += step * (kWidth / kChunk);
     StoreLaneRow<Traits, kWidth, true>(params, key, row, head, layer, written, turns);
-    if (r < rows) key = LoadLaneRow<kWidth>(params.key, first_row + r);
+    if (r < rows) key = LoadLaneRow<kWidth>(params.key, chunk);
     if (has_value) {
       StoreLaneRow<Traits, kWidth, false>(params, value, row, head, layer, written, turns);
-      if (r < rows) value = LoadLaneRow<kWidth>(params.value, first_row + r);
+      if (r < rows) value = LoadLaneRow<kWidth>(params.value, chunk);
     }
     t += step_tokens;
     head += step_heads;

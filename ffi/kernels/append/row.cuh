@@ -3,6 +3,7 @@
 #define TURBOATTN_KERNELS_APPEND_ROW_CUH_
 
 #include "core/params.h"
+#include "kernels/append/pairs.cuh"
 #include "kernels/append/tokens.cuh"
 #include "kernels/append/traits.h"
 #include "kernels/common/chunk.cuh"
@@ -63,31 +64,34 @@ __device__ inline RowScale GroupRowScale(float min, float max, float poison) {
 template <int kBits>
 class RowEncoder {
  public:
-  // What Code adds to a code.
-  static constexpr uint32_t kCodeBase = 0x4b000000u;  // 2^23
-
   __device__ explicit RowEncoder(RowScale row) {
     // A remainder must not be subnormal: all is scaled. A row with such small steps is small itself, nothing overflows.
     power_ = row.scale < 0x1p-64f ? 0x1p64f : 1.f;
     scale_ = MulRn(row.scale, power_);
     zero_ = MulRn(row.zero, power_);
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse_) : "f"(scale_));
-    // Without a usable scale (0, Inf, NaN) every quotient below is 0 or NaN, and every code 0.
-    const bool usable = scale_ > 0.f && IsFinite(scale_);
-    if (!usable) inverse_ = 0.f;
-    largest_ = usable ? static_cast<float>((1 << kBits) - 1) : 0.f;
+    constexpr uint32_t kMaxCode = (1 << kBits) - 1;
+    // Without a usable scale (0, Inf, NaN) every code is 0.
+    limits_ = scale_ > 0.f && IsFinite(scale_) ? kMaxCode << 16 | kMaxCode : 0;
   }
 
-  // kCodeBase + code. No element is less than zero, the row's minimum: only the upper bound needs care.
+  // Two codes, a half each.
+  __device__ uint32_t CodePair(float low, float high) const {
+    return __vminu2(__byte_perm(Code(low), Code(high), 0x5410), limits_);
+  }
+
+ private:
+  // The code in the low half, for a usable scale, and not yet limited: the largest may exceed the last code, as the
+  // scale is rounded. None is below 0: no element is less than zero, the row's minimum.
   __device__ uint32_t Code(float x) const {
     const float a = fmaf(x, power_, -zero_);  // the product is exact: one rounding, that of x - zero
     const float quotient = MulRn(a, inverse_);
     const float steps = fmaf(fmaf(-quotient, scale_, a), inverse_, quotient);
-    return FloatToBits(AddRn(fminf(steps, largest_), 0x1p23f));  // as in EncodeCode; fminf(NaN, 0) is 0
+    return FloatToBits(AddRn(steps, 0x1p23f));  // as in EncodeCode
   }
 
- private:
-  float power_, scale_, zero_, inverse_, largest_;
+  float power_, scale_, zero_, inverse_;
+  uint32_t limits_;
 };
 
 // Eight codes of EncodeFp8, without its division where neither scale nor elements are extreme.
@@ -132,23 +136,17 @@ __device__ inline void StoreEncoded(const Side& side, int64_t row, int64_t d, co
                                     float fp8_scale, const float (&x)[kChunk]) {
   constexpr DType kKv = Traits::kKvDType;
   const int64_t element = row * side.width + d;
-  if constexpr (kKv == DType::kInt4) {
-    uint32_t codes = 0, base = 0;
+  if constexpr (kHasRowParams<kKv>) {
+    uint32_t pairs[kChunk / 2];
 #pragma unroll
-    for (int e = 0; e < kChunk; ++e) {
-      codes += encoder.Code(x[e]) << Int4Shift(e);
-      base += encoder.kCodeBase << Int4Shift(e);
+    for (int i = 0; i < kChunk / 2; ++i) pairs[i] = encoder.CodePair(x[2 * i], x[2 * i + 1]);
+    if constexpr (kKv == DType::kInt4) {
+      // The order of Int4Shift: even elements in the low half, odd ones in the high half.
+      static_cast<uint32_t*>(side.pool)[element / kChunk] = pairs[0] + (pairs[1] << 4) + (pairs[2] << 8) + (pairs[3] << 12);
+    } else {
+      static_cast<uint2*>(side.pool)[element / kChunk] = {__byte_perm(pairs[0], pairs[1], 0x6420),
+                                                          __byte_perm(pairs[2], pairs[3], 0x6420)};
     }
-    static_cast<uint32_t*>(side.pool)[element / kChunk] = codes - base;
-  } else if constexpr (kKv == DType::kInt8) {
-    uint32_t words[2];
-#pragma unroll
-    for (int w = 0; w < 2; ++w) {
-      const uint32_t low = __byte_perm(encoder.Code(x[4 * w]), encoder.Code(x[4 * w + 1]), 0x0040);
-      const uint32_t high = __byte_perm(encoder.Code(x[4 * w + 2]), encoder.Code(x[4 * w + 3]), 0x0040);
-      words[w] = __byte_perm(low, high, 0x5410);
-    }
-    static_cast<uint2*>(side.pool)[element / kChunk] = {words[0], words[1]};
   } else if constexpr (kKv == DType::kFloat8E4M3) {
     static_cast<uint2*>(side.pool)[element / kChunk] = EncodeFp8Chunk(x, fp8_scale);
   } else {
@@ -161,10 +159,8 @@ __device__ inline void StoreEncoded(const Side& side, int64_t row, int64_t d, co
 
 template <class E>
 __device__ inline void StoreRowScale(const Side& side, int64_t row, RowScale scale) {
-  struct alignas(2 * sizeof(E)) Pair {
-    E scale, zero;
-  };
-  static_cast<Pair*>(side.params)[row] = {FromFloat<E>(scale.scale), FromFloat<E>(scale.zero)};
+  constexpr uint32_t kNanPair = std::is_same_v<E, bf16> ? 0x7fc07fc0u : 0x7e007e00u;  // scale and zero are NaN together
+  static_cast<uint32_t*>(side.params)[row] = IsNan(scale.scale) ? kNanPair : RoundPair<E>(scale.scale, scale.zero);
 }
 
 // One row through s_row[width], by one warp. turns: of the row's token.

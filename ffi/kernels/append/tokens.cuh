@@ -58,15 +58,21 @@ __device__ inline void PlaceTokens(const AppendParams& params, int64_t first, in
 }
 
 // The turns of the tokens that have a place: turn j < pairs of token t is s_turns[t * pairs + turn_index(j)]. Run by the
-// whole block, and done when it returns.
+// whole block, and done when it returns. A thread keeps to its columns: what depends on them alone is done once.
 template <class TurnIndex>
 __device__ inline void TurnTokens(const RopeParams& rope, int pairs, int64_t first, int count, const Place* s_place,
                                   SinCos* s_turns, TurnIndex turn_index) {
-  for (int i = threadIdx.x; i < count * pairs; i += blockDim.x) {
-    const int t = i / pairs, j = i % pairs;
-    const Place& place = s_place[t];
-    if (place.page == kUnmapped) continue;
-    s_turns[t * pairs + turn_index(j)] = RopeSinCos(rope, place.sequence, j, first + t, place.rope_position);
+  const int threads = blockDim.x;
+  const int columns = pairs < threads ? pairs : threads, groups = threads / columns;
+  const int group = threadIdx.x / columns;
+  if (group < groups) {
+    for (int j = threadIdx.x % columns; j < pairs; j += columns) {
+      for (int t = group; t < count; t += groups) {
+        const Place& place = s_place[t];
+        if (place.page == kUnmapped) continue;
+        s_turns[t * pairs + turn_index(j)] = RopeSinCos(rope, place.sequence, j, first + t, place.rope_position);
+      }
+    }
   }
   __syncthreads();
 }
