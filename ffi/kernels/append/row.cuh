@@ -116,7 +116,7 @@ __device__ inline uint2 EncodeFp8Chunk(const float (&x)[kChunk], float scale) {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const float quotient = MulRn(x[2 * i + k], inverse);
-        y[k] = fmaf(-fmaf(quotient, scale, -x[2 * i + k]), inverse, quotient);  // in this order, -0 stays -0
+        y[k] = fmaf(fmaf(quotient, scale, -x[2 * i + k]), -inverse, quotient);  // with these signs, -0 stays -0
       }
       asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pairs[i]) : "f"(y[1]), "f"(y[0]));
     }

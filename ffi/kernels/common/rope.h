@@ -19,9 +19,13 @@ struct SinCos {
   float sin;
 };
 
-// Angle in [-pi, pi) of pair j's frequency after `position` steps.
-TA_HD float RopeAngle(const uint32_t* turns, int64_t j, int64_t position) {
-  const uint64_t step = static_cast<uint64_t>(turns[2 * j]) << 32 | turns[2 * j + 1];
+// What pair j turns by at each position, in units of 2^-64 turns.
+TA_HD uint64_t RopeStep(const uint32_t* turns, int64_t j) {
+  return static_cast<uint64_t>(turns[2 * j]) << 32 | turns[2 * j + 1];
+}
+
+// Angle in [-pi, pi) after `position` steps.
+TA_HD float RopeAngle(uint64_t step, int64_t position) {
   const uint64_t phase = static_cast<uint64_t>(position) * step;
   return MulRn(static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(phase >> 32))),
                1.46291807926715968e-9f);  // pi / 2^31
@@ -76,13 +80,18 @@ TA_HD SinCos SinCosOf(float angle) {
 #endif
 }
 
-// Cosine and sine of pair j, times the attention factor. b: the sequence, for the dynamic base.
-TA_HD SinCos RopeSinCos(const RopeParams& rope, int64_t b, int64_t j, int64_t token, int64_t sequence_position) {
-  const int64_t position = RopePosition(rope, j, token, sequence_position);
-  const float angle = rope.turns != nullptr ? RopeAngle(rope.turns, j, position)
-                                            : RopeAngleDynamic(rope.base[b], j, rope.dim, position);
+// Cosine and sine times the attention factor.
+TA_HD SinCos RopeTurn(const RopeParams& rope, float angle) {
   const SinCos turn = SinCosOf(angle);
   return {MulRn(turn.cos, rope.attention_factor), MulRn(turn.sin, rope.attention_factor)};
+}
+
+// The turn of pair j. b: the sequence, for the dynamic base.
+TA_HD SinCos RopeSinCos(const RopeParams& rope, int64_t b, int64_t j, int64_t token, int64_t sequence_position) {
+  const int64_t position = RopePosition(rope, j, token, sequence_position);
+  const float angle = rope.turns != nullptr ? RopeAngle(RopeStep(rope.turns, j), position)
+                                            : RopeAngleDynamic(rope.base[b], j, rope.dim, position);
+  return RopeTurn(rope, angle);
 }
 
 // Columns of pair j within the head.
