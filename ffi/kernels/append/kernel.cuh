@@ -22,7 +22,8 @@ namespace turboattn::append {
 template <int kWidth>
 constexpr int kRowLanes = kWidth / (2 * kChunk);
 
-// The eight turns of a lane, those of pair i of each lane first: two of them are one conflict-free 16-byte access.
+// Where turn j lies among those of its token: of each lane the first two, then of each lane the next two. Two of them are
+// one conflict-free 16-byte access.
 template <int kWidth>
 struct LaneTurns {
   static constexpr int kLanes = kRowLanes<kWidth>;
@@ -74,7 +75,8 @@ __device__ inline void StoreLaneRow(const AppendParams& params, const LaneRow& l
   using E = typename Traits::E;
   constexpr DType kKv = Traits::kKvDType;
   constexpr int kLanes = kRowLanes<kWidth>;
-  const Side side = SideOf(params, kIsKey);
+  Side side = SideOf(params, kIsKey);
+  side.width = kWidth;  // it is; so the compiler knows
   const int lane = threadIdx.x % kLanes;
   [[maybe_unused]] float fp8_scale = 0.f;
   if constexpr (kKv == DType::kFloat8E4M3) {
@@ -119,18 +121,16 @@ __device__ inline void StoreLaneRow(const AppendParams& params, const LaneRow& l
     }
     const RowEncoder<Traits::kBits> encoder(scale);
     unpack();
-    Side known = side;
-    known.width = kWidth;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      StoreEncoded<Traits>(known, row, h * (kWidth / 2) + lane * kChunk, encoder, fp8_scale, x[h]);
+      StoreEncoded<Traits>(side, row, h * (kWidth / 2) + lane * kChunk, encoder, fp8_scale, x[h]);
     }
   }
 }
 
 // Block i takes tokens i * block_tokens and on. D and, where there are values, Dv are kWidth; RoPE turns whole rows or
-// none. Dynamic shared memory: the turns. A lane does its part of a (token, head) row of K, then of V, and loads its next
-// row of either as soon as it has taken apart the one before.
+// none. A lane moves its part of a (token, head) row of K, then of V, then of the next row; it asks for the next row of
+// either as soon as the one before has been stored. Dynamic shared memory: the turns.
 template <class Traits, int kWidth>
 __global__ void __launch_bounds__(kMaxWarps* kWarp, kMinBlocks)
     AppendKernel(const __grid_constant__ AppendParams params, int block_tokens) {

@@ -77,8 +77,8 @@ __device__ inline void NormaliseNans(uint32_t (&pairs)[kChunk]) {
   if (!IsNan(Low<E>(any)) && !IsNan(High<E>(any))) return;
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
-    pairs[i] = FromFloat<E>(Low<E>(pairs[i])).bits |
-               static_cast<uint32_t>(FromFloat<E>(High<E>(pairs[i])).bits) << 16;
+    const uint32_t low = FromFloat<E>(Low<E>(pairs[i])).bits, high = FromFloat<E>(High<E>(pairs[i])).bits;
+    pairs[i] = low | high << 16;
   }
 }
 
@@ -95,8 +95,7 @@ __device__ inline RowScale PairsRowScale(const uint32_t (&pairs)[kChunk]) {
   // One pair from here on, of the minimum and the negative maximum. Both are NaN if an element is, one is infinite if an
   // element is.
   constexpr uint32_t kHighSign = 0x80000000u;
-  uint32_t both =
-      MinPair<E>(__byte_perm(min, max, 0x5410) ^ kHighSign, __byte_perm(min, max, 0x7632) ^ kHighSign);
+  uint32_t both = MinPair<E>(__byte_perm(min, max, 0x5410) ^ kHighSign, __byte_perm(min, max, 0x7632) ^ kHighSign);
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) both = MinPair<E>(both, __shfl_xor_sync(~0u, both, step));
   const float least = Low<E>(both), largest = -High<E>(both);

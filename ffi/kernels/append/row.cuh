@@ -2,6 +2,8 @@
 #ifndef TURBOATTN_KERNELS_APPEND_ROW_CUH_
 #define TURBOATTN_KERNELS_APPEND_ROW_CUH_
 
+#include <type_traits>
+
 #include "core/params.h"
 #include "kernels/append/pairs.cuh"
 #include "kernels/append/tokens.cuh"
@@ -96,10 +98,10 @@ class RowEncoder {
 
 // Eight codes of EncodeFp8, without its division where neither scale nor elements are extreme.
 //
-// The quotient is corrected as in RowEncoder. An element has at most 11 significant bits, but the scale has 24: the
-// result may be the other neighbour of a quotient that is nearly a tie between two floats. fp8 can tell the two apart
-// only if one of them is a tie t between two fp8, which has at most 5 bits. Written as integers (s of 24 bits, t of 5),
-// such a quotient needs s (2^20 t +- 1) within 12 of a number with 36 zeros at its end, which only s = 2^24 - 1 can meet.
+// The quotient is corrected as in RowEncoder, but a scale has 24 significant bits: the result may be the wrong neighbour
+// of a quotient that is nearly a tie between two floats. fp8 can tell the two apart only if one of them is a tie t between
+// two fp8, which has at most 5 bits. Written as integers (s of 24 bits, t of 5, an element of 11 and then zeros), such a
+// quotient needs s (2^20 t +- 1) within 12 of a number with 36 zeros at its end, which only s = 2^24 - 1 can meet.
 __device__ inline uint2 EncodeFp8Chunk(const float (&x)[kChunk], float scale) {
 #if __CUDA_ARCH__ >= 890
   float largest = 0.f;
@@ -142,7 +144,8 @@ __device__ inline void StoreEncoded(const Side& side, int64_t row, int64_t d, co
     for (int i = 0; i < kChunk / 2; ++i) pairs[i] = encoder.CodePair(x[2 * i], x[2 * i + 1]);
     if constexpr (kKv == DType::kInt4) {
       // The order of Int4Shift: even elements in the low half, odd ones in the high half.
-      static_cast<uint32_t*>(side.pool)[element / kChunk] = pairs[0] + (pairs[1] << 4) + (pairs[2] << 8) + (pairs[3] << 12);
+      static_cast<uint32_t*>(side.pool)[element / kChunk] =
+          pairs[0] + (pairs[1] << 4) + (pairs[2] << 8) + (pairs[3] << 12);
     } else {
       static_cast<uint2*>(side.pool)[element / kChunk] = {__byte_perm(pairs[0], pairs[1], 0x6420),
                                                           __byte_perm(pairs[2], pairs[3], 0x6420)};

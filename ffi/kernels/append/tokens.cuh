@@ -87,9 +87,7 @@ __device__ inline void TurnTokens(const RopeParams& rope, int pairs, int64_t fir
     });
   } else {
     FillTurns(pairs, count, s_place, s_turns, turn_index, [&](int j) {
-      return [&, j](int t) {
-        return RopeSinCos(rope, s_place[t].sequence, j, first + t, s_place[t].rope_position);
-      };
+      return [&, j](int t) { return RopeSinCos(rope, s_place[t].sequence, j, first + t, s_place[t].rope_position); };
     });
   }
   __syncthreads();
