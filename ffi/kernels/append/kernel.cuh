@@ -22,8 +22,8 @@ namespace turboattn::append {
 template <int kWidth>
 constexpr int kRowLanes = kWidth / (2 * kChunk);
 
-// Where turn j lies among those of its token: of each lane the first two, then of each lane the next two. Two of them are
-// one conflict-free 16-byte access.
+// Where turn j lies among those of its token: of each lane the first two, then of each lane the next two. Two of them
+// are one conflict-free 16-byte access.
 template <int kWidth>
 struct LaneTurns {
   static constexpr int kLanes = kRowLanes<kWidth>;

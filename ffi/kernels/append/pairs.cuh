@@ -82,8 +82,8 @@ __device__ inline void NormaliseNans(uint32_t (&pairs)[kChunk]) {
   }
 }
 
-// Scale and zero of a row of which each lane has eight pairs. Run by a whole warp, in groups of kLanes consecutive lanes
-// with a row each; every lane gets its row's result.
+// Scale and zero of a row of which each lane has eight pairs. Run by a whole warp, in groups of kLanes consecutive
+// lanes with a row each; every lane gets its row's result.
 template <class E, int kBits, int kLanes>
 __device__ inline RowScale PairsRowScale(const uint32_t (&pairs)[kChunk]) {
   uint32_t min = pairs[0], max = pairs[0];
@@ -92,8 +92,8 @@ __device__ inline RowScale PairsRowScale(const uint32_t (&pairs)[kChunk]) {
     min = MinPair<E>(min, pairs[i]);
     max = MaxPair<E>(max, pairs[i]);
   }
-  // One pair from here on, of the minimum and the negative maximum. Both are NaN if an element is, one is infinite if an
-  // element is.
+  // One pair from here on, of the minimum and the negative maximum. Both are NaN if an element is, one is infinite if
+  // an element is.
   constexpr uint32_t kHighSign = 0x80000000u;
   uint32_t both = MinPair<E>(__byte_perm(min, max, 0x5410) ^ kHighSign, __byte_perm(min, max, 0x7632) ^ kHighSign);
 #pragma unroll

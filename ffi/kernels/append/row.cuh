@@ -60,9 +60,9 @@ __device__ inline RowScale GroupRowScale(float min, float max, float poison) {
 }
 
 // Codes of the elements of one row: those of EncodeCode, without its division. The quotient a / s is first a times a
-// reciprocal and then corrected once by its remainder, which is exact in one fma. That gives the rounded quotient itself:
-// s has at most 11 significant bits, so a / s is never a tie between two floats, and never closer to one than 2^-12 of
-// their distance, while the corrected value is off by less than 2^-20 of it before its rounding.
+// reciprocal and then corrected once by its remainder, which is exact in one fma. That gives the rounded quotient
+// itself: s has at most 11 significant bits, so a / s is never a tie between two floats, and never closer to one than
+// 2^-12 of their distance, while the corrected value is off by less than 2^-20 of it before its rounding.
 template <int kBits>
 class RowEncoder {
  public:
@@ -98,10 +98,11 @@ class RowEncoder {
 
 // Eight codes of EncodeFp8, without its division where neither scale nor elements are extreme.
 //
-// The quotient is corrected as in RowEncoder, but a scale has 24 significant bits: the result may be the wrong neighbour
-// of a quotient that is nearly a tie between two floats. fp8 can tell the two apart only if one of them is a tie t between
-// two fp8, which has at most 5 bits. Written as integers (s of 24 bits, t of 5, an element of 11 and then zeros), such a
-// quotient needs s (2^20 t +- 1) within 12 of a number with 36 zeros at its end, which only s = 2^24 - 1 can meet.
+// The quotient is corrected as in RowEncoder, but a scale has 24 significant bits: the result may be the wrong
+// neighbour of a quotient that is nearly a tie between two floats. fp8 can tell the two apart only if one of them is a
+// tie t between two fp8, which has at most 5 bits. Written as integers (s of 24 bits, t of 5, an element of 11 and then
+// zeros), such a quotient needs s (2^20 t +- 1) within 12 of a number with 36 zeros at its end, which only s = 2^24 - 1
+// can meet.
 __device__ inline uint2 EncodeFp8Chunk(const float (&x)[kChunk], float scale) {
 #if __CUDA_ARCH__ >= 890
   float largest = 0.f;

@@ -56,8 +56,8 @@ TA_HD int64_t RopePosition(const RopeParams& rope, int64_t j, int64_t token, int
   return rope.positions[token * 3 + RopeAxis(rope, j)];
 }
 
-// Cosine and sine of an angle in [-pi, pi]: on the GPU the operations of CUDA's cosf and sinf, with the same results, but
-// the reduction to [-pi/4, pi/4] once for both and without their path for large angles.
+// Cosine and sine of an angle in [-pi, pi]: on the GPU the operations of CUDA's cosf and sinf, with the same results,
+// but the reduction to [-pi/4, pi/4] once for both and without their path for large angles.
 TA_HD SinCos SinCosOf(float angle) {
 #if defined(__CUDA_ARCH__)
   const float shifted = AddRn(MulRn(angle, 0.63661974668502807617f), 0x1.8p23f);  // quarter turns, in the low bits
