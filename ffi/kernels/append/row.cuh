@@ -2,7 +2,10 @@
 #ifndef TURBOATTN_KERNELS_APPEND_ROW_CUH_
 #define TURBOATTN_KERNELS_APPEND_ROW_CUH_
 
+#include <type_traits>
+
 #include "core/params.h"
+#include "kernels/append/pairs.cuh"
 #include "kernels/append/tokens.cuh"
 #include "kernels/append/traits.h"
 #include "kernels/common/chunk.cuh"
@@ -56,10 +59,10 @@ __device__ inline RowScale GroupRowScale(float min, float max, float poison) {
   return MakeRowScale<E, kBits>(min, max, finite);
 }
 
-// Codes of one row: those of EncodeCode, without its division. The quotient a / s is first a times a reciprocal and
-// then corrected once by its remainder, which is exact in one fma. That gives the rounded quotient itself: s has at
-// most 11 significant bits, so a / s is never a tie between two floats, and never closer to one than 2^-12 of their
-// distance, while the corrected value is off by less than 2^-20 of it before its rounding.
+// Codes of the elements of one row: those of EncodeCode, without its division. The quotient a / s is first a times a
+// reciprocal and then corrected once by its remainder, which is exact in one fma. That gives the rounded quotient
+// itself: s has at most 11 significant bits, so a / s is never a tie between two floats, and never closer to one than
+// 2^-12 of their distance, while the corrected value is off by less than 2^-20 of it before its rounding.
 template <int kBits>
 class RowEncoder {
  public:
@@ -69,23 +72,65 @@ class RowEncoder {
     scale_ = MulRn(row.scale, power_);
     zero_ = MulRn(row.zero, power_);
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse_) : "f"(scale_));
-    // Without a usable scale (0, Inf, NaN) every quotient below is 0 or NaN, whose code is 0.
-    if (!(scale_ > 0.f && IsFinite(scale_))) inverse_ = 0.f;
+    constexpr uint32_t kMaxCode = (1 << kBits) - 1;
+    // Without a usable scale (0, Inf, NaN) every code is 0.
+    limits_ = scale_ > 0.f && IsFinite(scale_) ? kMaxCode << 16 | kMaxCode : 0;
   }
 
-  // In the low byte; the others are garbage.
-  __device__ uint32_t Code(float x) const {
-    constexpr float kMaxCode = static_cast<float>((1 << kBits) - 1);
-    const float a = fmaf(x, power_, -zero_);  // the product is exact: one rounding, that of x - zero
-    const float quotient = MulRn(a, inverse_);
-    const float steps = fmaf(fmaf(-quotient, scale_, a), inverse_, quotient);
-    const float clamped = fminf(fmaxf(steps, 0.f), kMaxCode);  // fmaxf(NaN, 0) is 0
-    return FloatToBits(AddRn(clamped, 0x1p23f));  // as in EncodeCode
+  // Two codes, a half each.
+  __device__ uint32_t CodePair(float low, float high) const {
+    return __vminu2(__byte_perm(Code(low), Code(high), 0x5410), limits_);
   }
 
  private:
+  // The code in the low half, for a usable scale, and not yet limited: the largest may exceed the last code, as the
+  // scale is rounded. None is below 0: no element is less than zero, the row's minimum.
+  __device__ uint32_t Code(float x) const {
+    const float a = fmaf(x, power_, -zero_);  // the product is exact: one rounding, that of x - zero
+    const float quotient = MulRn(a, inverse_);
+    const float steps = fmaf(fmaf(-quotient, scale_, a), inverse_, quotient);
+    return FloatToBits(AddRn(steps, 0x1p23f));  // as in EncodeCode
+  }
+
   float power_, scale_, zero_, inverse_;
+  uint32_t limits_;
 };
+
+// Eight codes of EncodeFp8, without its division where neither scale nor elements are extreme.
+//
+// The quotient is corrected as in RowEncoder, but a scale has 24 significant bits: the result may be the wrong
+// neighbour of a quotient that is nearly a tie between two floats. fp8 can tell the two apart only if one of them is a
+// tie t between two fp8, which has at most 5 bits. Written as integers (s of 24 bits, t of 5, an element of 11 and then
+// zeros), such a quotient needs s (2^20 t +- 1) within 12 of a number with 36 zeros at its end, which only s = 2^24 - 1
+// can meet.
+__device__ inline uint2 EncodeFp8Chunk(const float (&x)[kChunk], float scale) {
+#if __CUDA_ARCH__ >= 890
+  float largest = 0.f;
+#pragma unroll
+  for (int e = 0; e < kChunk; ++e) largest = fmaxf(largest, fabsf(x[e]));  // passes over NaN
+  constexpr uint32_t kMantissa = 0x7fffffu;
+  if (scale > 0x1p-60f && scale < 0x1p60f && (FloatToBits(scale) & kMantissa) != kMantissa && largest < 0x1p60f) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
+    uint16_t pairs[kChunk / 2];
+#pragma unroll
+    for (int i = 0; i < kChunk / 2; ++i) {
+      float y[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const float quotient = MulRn(x[2 * i + k], inverse);
+        y[k] = fmaf(fmaf(quotient, scale, -x[2 * i + k]), -inverse, quotient);  // with these signs, -0 stays -0
+      }
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pairs[i]) : "f"(y[1]), "f"(y[0]));
+    }
+    return {pairs[0] | static_cast<uint32_t>(pairs[1]) << 16, pairs[2] | static_cast<uint32_t>(pairs[3]) << 16};
+  }
+#endif
+  uint32_t words[2] = {};
+#pragma unroll
+  for (int e = 0; e < kChunk; ++e) words[e / 4] |= static_cast<uint32_t>(EncodeFp8(x[e], scale).bits) << e % 4 * 8;
+  return {words[0], words[1]};
+}
 
 // Encodes x, E values, as elements d .. d + 7 of row `row` of [L,N,K,P]. `encoder` is for int8 and int4, `fp8_scale`
 // for fp8.
@@ -94,40 +139,32 @@ __device__ inline void StoreEncoded(const Side& side, int64_t row, int64_t d, co
                                     float fp8_scale, const float (&x)[kChunk]) {
   constexpr DType kKv = Traits::kKvDType;
   const int64_t element = row * side.width + d;
-  if constexpr (kKv == DType::kInt4) {
-    uint8_t codes[kChunk];
+  if constexpr (kHasRowParams<kKv>) {
+    uint32_t pairs[kChunk / 2];
 #pragma unroll
-    for (int e = 0; e < kChunk; ++e) codes[e] = static_cast<uint8_t>(encoder.Code(x[e]));
-    static_cast<uint32_t*>(side.pool)[element / kChunk] = PackInt4(codes);
-  } else if constexpr (kKv == DType::kInt8) {
-    uint32_t words[2];
-#pragma unroll
-    for (int w = 0; w < 2; ++w) {
-      const uint32_t low = __byte_perm(encoder.Code(x[4 * w]), encoder.Code(x[4 * w + 1]), 0x0040);
-      const uint32_t high = __byte_perm(encoder.Code(x[4 * w + 2]), encoder.Code(x[4 * w + 3]), 0x0040);
-      words[w] = __byte_perm(low, high, 0x5410);
+    for (int i = 0; i < kChunk / 2; ++i) pairs[i] = encoder.CodePair(x[2 * i], x[2 * i + 1]);
+    if constexpr (kKv == DType::kInt4) {
+      // The order of Int4Shift: even elements in the low half, odd ones in the high half.
+      static_cast<uint32_t*>(side.pool)[element / kChunk] =
+          pairs[0] + (pairs[1] << 4) + (pairs[2] << 8) + (pairs[3] << 12);
+    } else {
+      static_cast<uint2*>(side.pool)[element / kChunk] = {__byte_perm(pairs[0], pairs[1], 0x6420),
+                                                          __byte_perm(pairs[2], pairs[3], 0x6420)};
     }
-    static_cast<uint2*>(side.pool)[element / kChunk] = {words[0], words[1]};
+  } else if constexpr (kKv == DType::kFloat8E4M3) {
+    static_cast<uint2*>(side.pool)[element / kChunk] = EncodeFp8Chunk(x, fp8_scale);
   } else {
     Chunk<Element<kKv>> chunk;
 #pragma unroll
-    for (int e = 0; e < kChunk; ++e) {
-      if constexpr (kKv == DType::kFloat8E4M3) {
-        chunk.e[e] = EncodeFp8(x[e], fp8_scale);
-      } else {
-        chunk.e[e] = FromFloat<typename Traits::E>(x[e]);
-      }
-    }
+    for (int e = 0; e < kChunk; ++e) chunk.e[e] = FromFloat<typename Traits::E>(x[e]);
     StoreChunk(side.pool, element, chunk);
   }
 }
 
 template <class E>
 __device__ inline void StoreRowScale(const Side& side, int64_t row, RowScale scale) {
-  struct alignas(2 * sizeof(E)) Pair {
-    E scale, zero;
-  };
-  static_cast<Pair*>(side.params)[row] = {FromFloat<E>(scale.scale), FromFloat<E>(scale.zero)};
+  constexpr uint32_t kNanPair = std::is_same_v<E, bf16> ? 0x7fc07fc0u : 0x7e007e00u;  // scale and zero are NaN together
+  static_cast<uint32_t*>(side.params)[row] = IsNan(scale.scale) ? kNanPair : RoundPair<E>(scale.scale, scale.zero);
 }
 
 // One row through s_row[width], by one warp. turns: of the row's token.

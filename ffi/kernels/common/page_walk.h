@@ -86,12 +86,14 @@ TA_HD WriteSlot FindWriteSlot(const KvCache& cache, const Sequences& seqs, const
                               int64_t position) {
   const WriteSlot dropped = {kUnmapped, 0};
   const int64_t rank = CpRank(seqs, b);
-  if (rank == kUnmapped || position < 0 || position % seqs.cp_size != rank) return dropped;
-  const int64_t local = position / seqs.cp_size;
+  if (rank == kUnmapped || position < 0) return dropped;
+  // Divisions are slow on a GPU: one in the usual case.
+  const int64_t local = seqs.cp_size == 1 ? position : position / seqs.cp_size;
+  if (position - local * seqs.cp_size != rank) return dropped;
   const int64_t column = local / cache.page_size;
   if (column >= seqs.max_pages) return dropped;
   if (read_only_pages != nullptr && column < read_only_pages[b]) return dropped;
-  return {PageAt(cache, seqs, b, column), local % cache.page_size};
+  return {PageAt(cache, seqs, b, column), local - column * cache.page_size};
 }
 
 }  // namespace turboattn
