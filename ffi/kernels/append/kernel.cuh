@@ -5,9 +5,9 @@
 #define TURBOATTN_KERNELS_APPEND_KERNEL_CUH_
 
 #include "core/params.h"
-#include "kernels/append/row.cuh"
 #include "kernels/append/tokens.cuh"
 #include "kernels/append/traits.h"
+#include "kernels/common/append_row.cuh"
 #include "kernels/common/chunk.cuh"
 #include "kernels/common/rope.h"
 

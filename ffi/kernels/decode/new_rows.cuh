@@ -1,0 +1,109 @@
+// The fused step's new keys and values: a part of a unit stores those among its keys, then loads them back as stored.
+#ifndef TURBOATTN_KERNELS_DECODE_NEW_ROWS_CUH_
+#define TURBOATTN_KERNELS_DECODE_NEW_ROWS_CUH_
+
+#include <cstdint>
+
+#include "kernels/common/append_row.cuh"
+#include "kernels/common/sequence.cuh"
+#include "kernels/decode/traits.h"
+
+namespace turboattn::decode {
+
+// Which block of a unit's list stores the sequence's token at `position` (from its own first token): the one that reads
+// its key, so that nobody reads a key that another part writes. A token that no block reads is the last block's, since
+// append_kv would store it too; a list without blocks counts as one.
+__device__ inline int64_t StoringBlock(const Sequences& seqs, const BlockList<kDecodeKeys>& blocks, int64_t position) {
+  const int before = blocks.count[0], total = blocks.total();
+  if (position >= 0) {
+    const int64_t block = before + Divide(position, seqs.cp_size) / kDecodeKeys - blocks.first[kOwnRun];
+    if (block >= before && block < total) return block;
+  }
+  return total > 0 ? total - 1 : 0;
+}
+
+// The new rows of one part, which takes in blocks first_block .. end_block - 1: for each of its tokens a row of K and
+// one of V, each moved by one warp. Made before the query is loaded, so that all loads are on their way together.
+template <class Traits>
+class NewRows {
+ public:
+  __device__ NewRows(const PagedAttentionParams& params, const SequenceView& view,
+                     const BlockList<kDecodeKeys>& blocks, int64_t b, int64_t head, int64_t first_block,
+                     int64_t end_block)
+      : params_(params),
+        view_(view),
+        blocks_(blocks),
+        b_(b),
+        head_(head),
+        first_block_(first_block),
+        end_block_(end_block),
+        first_(Load(FirstItem())) {}
+
+  // s_row: kDim floats of the warp's own. The block may read the stored rows after its next barrier.
+  __device__ void Store(float* s_row) const {
+    Row row = first_;
+#pragma unroll 1
+    for (int64_t item = FirstItem(); item < Items(); item += kWarps) {
+      const Row next = Load(item + kWarps);
+      if (row.row != kUnmapped) Store(item, row, s_row);
+      row = next;
+    }
+  }
+
+ private:
+  using E = typename Traits::E;
+  static constexpr int kDim = Traits::kDim;
+  static_assert(kDim <= kWarp * kChunk, "a lane has one chunk of a row");
+
+  struct Row {
+    uint4 source = {};        // the lane's chunk, in a word: taking it apart would wait for the load
+    int64_t row = kUnmapped;  // of [L,N,K,P]
+  };
+
+  // Items: K and V of the sequence's first token, of its second, ... The first warps are busy with the query.
+  __device__ int64_t Items() const { return params_.append.key != nullptr ? 2 * view_.q_len : 0; }
+  __device__ static int FirstItem() { return (threadIdx.x / kWarp + kWarps / 2) % kWarps; }
+  __device__ static int Column() { return threadIdx.x % kWarp * kChunk; }
+
+  __device__ Row Load(int64_t item) const {
+    Row found;
+    if (item >= Items()) return found;
+    const AppendParams& append = params_.append;
+    const int64_t i = item / 2, position = view_.position - FirstPosition(params_.seqs) + i;
+    const int64_t block = StoringBlock(params_.seqs, blocks_, position);
+    if (block < first_block_ || block >= end_block_) return found;
+    if (Column() < kDim) {
+      const void* source = item % 2 == 0 ? append.key : append.value;
+      const int64_t source_row = (view_.first_token + i) * params_.cache.num_kv_heads + head_;
+      found.source = static_cast<const uint4*>(source)[(source_row * kDim + Column()) / kChunk];
+    }
+    const WriteSlot to = FindWriteSlot(params_.cache, params_.seqs, append.read_only_pages, b_, position);
+    if (to.page != kUnmapped) found.row = CacheRow(params_.cache, to.page, head_, to.slot);
+    return found;
+  }
+
+  __device__ void Store(int64_t item, const Row& row, float* s_row) const {
+    static_assert(sizeof(Chunk<E>) == sizeof(uint4));
+    const AppendParams& append = params_.append;
+    const bool is_key = item % 2 == 0;
+    const int64_t i = item / 2;
+    if (Column() < kDim) {
+      append::PutChunk(append, append::SideOf(append, is_key), head_, Column(),
+                       reinterpret_cast<const Chunk<E>&>(row.source), s_row);
+    }
+    const auto turn = [&](int64_t j) {
+      return RopeSinCos(append.rope, b_, j, view_.first_token + i, view_.position + i);
+    };
+    append::FinishRow<Traits>(append, is_key, row.row, params_.seqs.layer[b_], head_, turn, s_row);
+  }
+
+  const PagedAttentionParams& params_;
+  const SequenceView& view_;
+  const BlockList<kDecodeKeys>& blocks_;
+  const int64_t b_, head_, first_block_, end_block_;
+  const Row first_;
+};
+
+}  // namespace turboattn::decode
+
+#endif  // TURBOATTN_KERNELS_DECODE_NEW_ROWS_CUH_
