@@ -10,16 +10,12 @@
 
 namespace turboattn::decode {
 
-// Which block of a unit's list stores the sequence's token at `position` (from its own first token): the one that reads
-// its key, so that nobody reads a key that another part writes. A token that no block reads is the last block's, since
-// append_kv would store it too; a list without blocks counts as one.
-__device__ inline int64_t StoringBlock(const Sequences& seqs, const BlockList<kDecodeKeys>& blocks, int64_t position) {
-  const int before = blocks.count[0], total = blocks.total();
-  if (position >= 0) {
-    const int64_t block = before + Divide(position, seqs.cp_size) / kDecodeKeys - blocks.first[kOwnRun];
-    if (block >= before && block < total) return block;
-  }
-  return total > 0 ? total - 1 : 0;
+// Which block of a unit's list stores key `key` of the sequence's own run: the one that reads it, so that no part reads
+// what another writes. A key that no block reads must be stored too, by any of them; a list without blocks counts as one.
+__device__ inline int64_t StoringBlock(const BlockList<kDecodeKeys>& blocks, int64_t key) {
+  const int64_t block = blocks.count[0] + key / kDecodeKeys - blocks.first[kOwnRun];
+  if (block >= 0 && block < blocks.total()) return block;
+  return blocks.total() > 0 ? blocks.total() - 1 : 0;
 }
 
 // The new rows of one part, which takes in blocks first_block .. end_block - 1: for each of its tokens a row of K and
@@ -45,7 +41,7 @@ class NewRows {
 #pragma unroll 1
     for (int64_t item = FirstItem(); item < Items(); item += kWarps) {
       const Row next = Load(item + kWarps);
-      if (row.row != kUnmapped) Store(item, row, s_row);
+      if (row.slot != kUnmapped) Store(item, row, s_row);
       row = next;
     }
   }
@@ -56,8 +52,10 @@ class NewRows {
   static_assert(kDim <= kWarp * kChunk, "a lane has one chunk of a row");
 
   struct Row {
-    uint4 source = {};        // the lane's chunk, in a word: taking it apart would wait for the load
-    int64_t row = kUnmapped;  // of [L,N,K,P]
+    int64_t slot = kUnmapped;  // of the page; kUnmapped: there is nothing to store
+    // Words as they were loaded: looking at them would wait for them.
+    int32_t layer = 0, page = 0;
+    uint4 source = {};  // the lane's chunk
   };
 
   // Items: K and V of the sequence's first token, of its second, ... The first warps are busy with the query.
@@ -70,21 +68,27 @@ class NewRows {
     if (item >= Items()) return found;
     const AppendParams& append = params_.append;
     const int64_t i = item / 2, position = view_.position - FirstPosition(params_.seqs) + i;
-    const int64_t block = StoringBlock(params_.seqs, blocks_, position);
+    if (position < 0) return found;
+    const int64_t block = StoringBlock(blocks_, LocalKey(position, params_.seqs.cp_size));
     if (block < first_block_ || block >= end_block_) return found;
+    const WriteColumn to = FindWriteColumn(params_.cache, params_.seqs, append.read_only_pages, b_, position);
+    if (to.column == kUnmapped) return found;
     if (Column() < kDim) {
       const void* source = item % 2 == 0 ? append.key : append.value;
       const int64_t source_row = (view_.first_token + i) * params_.cache.num_kv_heads + head_;
       found.source = static_cast<const uint4*>(source)[(source_row * kDim + Column()) / kChunk];
     }
-    const WriteSlot to = FindWriteSlot(params_.cache, params_.seqs, append.read_only_pages, b_, position);
-    if (to.page != kUnmapped) found.row = CacheRow(params_.cache, to.page, head_, to.slot);
+    found.layer = params_.seqs.layer[b_];
+    found.page = params_.seqs.page_table[b_ * params_.seqs.max_pages + to.column];
+    found.slot = to.slot;
     return found;
   }
 
   __device__ void Store(int64_t item, const Row& row, float* s_row) const {
     static_assert(sizeof(Chunk<E>) == sizeof(uint4));
     const AppendParams& append = params_.append;
+    const int64_t page = PageOf(params_.cache, row.layer, row.page);
+    if (page == kUnmapped) return;
     const bool is_key = item % 2 == 0;
     const int64_t i = item / 2;
     if (Column() < kDim) {
@@ -94,7 +98,8 @@ class NewRows {
     const auto turn = [&](int64_t j) {
       return RopeSinCos(append.rope, b_, j, view_.first_token + i, view_.position + i);
     };
-    append::FinishRow<Traits>(append, is_key, row.row, params_.seqs.layer[b_], head_, turn, s_row);
+    const int64_t to = CacheRow(params_.cache, page, head_, row.slot);
+    append::FinishRow<Traits>(append, is_key, to, row.layer, head_, turn, s_row);
   }
 
   const PagedAttentionParams& params_;
