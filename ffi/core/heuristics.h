@@ -27,8 +27,8 @@ struct PagedPlan {
   // Decode takes sequences of at most this many query tokens, prefill the longer ones.
   int64_t decode_q_len = 0;
   bool decode_appends = false;  // a fused step's new keys and values are stored by decode, not by a kernel before it
-  int row_tile = 8;   // rows of a decode unit: 8 or 16
-  int64_t slots = 0;  // partial results that the workspace holds
+  int row_tile = 8;             // rows of a decode unit: 8 or 16
+  int64_t slots = 0;            // partial results that the workspace holds
   // Parts that the keys of a prefill tile are cut in, when there are too few tiles to fill a card.
   int prefill_splits = 1;
   int64_t prefill_tiles = 0;   // of all kv heads, at most

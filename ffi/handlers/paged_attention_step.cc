@@ -5,7 +5,7 @@ namespace turboattn {
 namespace {
 
 // Append first, then attention over the cache as written. The query's prologue is part of the attention kernel's loads;
-// in a call of decode rows alone the append is, too.
+// where decode runs alone, on few tokens, so is the append.
 ffi::Error PagedAttentionStep(Context context, ffi::RemainingArgs args, ffi::RemainingRets results,
                               const StepAttributes& attributes) {
   Operands operands("paged_attention_step", context, attributes.operands, args, results);

@@ -1,5 +1,5 @@
-// Which part of a fused decode step stores which new row (kernels/decode/new_rows.cuh), compiled for the host and held to
-// append_kv's rule, for index arrays that hold anything and units that are cut anywhere:
+// Which part of a fused decode step stores which new row (kernels/decode/new_rows.cuh), compiled for the host and held
+// to append_kv's rule, for index arrays that hold anything and units that are cut anywhere:
 //   whole    every row that append_kv writes is written, from its own token and turned as far, and no other;
 //   order    a part that reads a new key has stored it itself, and no other part of the unit has;
 //   memory   every array is its own heap block, so a sanitizer build sees any access outside.
@@ -231,7 +231,8 @@ void FuzzStep(Random& random) {
     for (const uint16_t mark : marks) Check(all[place].count(mark) == 1, "a row is not stored");
   }
   for (const auto& [place, marks] : all) {
-    for (const uint16_t mark : marks) Check(may[place].count(mark) == 1, "a row is stored that append_kv would not store");
+    for (const uint16_t mark : marks)
+      Check(may[place].count(mark) == 1, "a row is stored that append_kv would not store");
   }
 }
 

@@ -1,5 +1,5 @@
-// One new row of keys or values: bias, RoPE, one rounding to E, encode, store. For append_kv, and for the decode kernel of
-// the fused step. Traits has E, kKvDType and kBits, those of a code of int8 and int4.
+// One new row of keys or values: bias, RoPE, one rounding to E, encode, store. For append_kv, and for the fused step
+// inside the decode kernel. Traits has E, kKvDType and kBits, those of a code of int8 and int4.
 #ifndef TURBOATTN_KERNELS_COMMON_APPEND_ROW_CUH_
 #define TURBOATTN_KERNELS_COMMON_APPEND_ROW_CUH_
 

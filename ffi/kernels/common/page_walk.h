@@ -17,8 +17,8 @@ struct TokenRange {
   int64_t hi;  // lo <= hi
 };
 
-// a / b for a >= 0, b > 0. A 64-bit division takes a GPU some 100 instructions, a 32-bit one 20, and the operands nearly
-// always fit.
+// a / b for a >= 0, b > 0. A 64-bit division takes a GPU some 100 instructions, a 32-bit one 20, and the operands
+// nearly always fit.
 TA_HD int64_t Divide(int64_t a, int64_t b) {
   if (((a | b) >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
   return a / b;
@@ -86,15 +86,15 @@ TA_HD int64_t CacheRow(const KvCache& cache, int64_t page, int64_t head, int64_t
   return (page * cache.num_kv_heads + head) * cache.page_size + slot;
 }
 
-// Where sequence b's token at global position `position` belongs: (column of its page table, slot), or column ==
-// kUnmapped when it must not be written: a position outside [0, M * P * cp_size), another rank's token, a read-only page.
+// Where sequence b's token at global position `position` belongs: (column of its page table, slot). column == kUnmapped
+// when it must not be written: a position outside [0, M * P * cp_size), another rank's token, a read-only page.
 struct WriteColumn {
   int64_t column;
   int64_t slot;
 };
 
-TA_HD WriteColumn FindWriteColumn(const KvCache& cache, const Sequences& seqs, const int32_t* read_only_pages, int64_t b,
-                              int64_t position) {
+TA_HD WriteColumn FindWriteColumn(const KvCache& cache, const Sequences& seqs, const int32_t* read_only_pages,
+                                  int64_t b, int64_t position) {
   const WriteColumn dropped = {kUnmapped, 0};
   const int64_t rank = CpRank(seqs, b);
   if (rank == kUnmapped || position < 0) return dropped;

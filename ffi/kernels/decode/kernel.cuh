@@ -139,7 +139,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       FillTileRows<kRows>(params, view, head, first_row, rows, &shared.rows);
       __syncthreads();
       // A fused step's new rows are stored while the query is made ready. They pass through memory that is ring 1's.
-      const NewRows<Traits> new_rows(params, shared.view, shared.blocks, b, head, first_block, first_block + num_blocks);
+      const NewRows<Traits> new_rows(params, shared.view, shared.blocks, b, head, first_block,
+                                     first_block + num_blocks);
       static_assert(sizeof(shared.query_at_first) <= sizeof(shared.rings[0]));
       static_assert(kWarps * kDim * sizeof(float) <= sizeof(shared.rings[1]));
       float* s_row = reinterpret_cast<float*>(&shared.rings[1]) + threadIdx.x / kWarp * kDim;

@@ -11,7 +11,7 @@
 namespace turboattn::decode {
 
 // Which block of a unit's list stores key `key` of the sequence's own run: the one that reads it, so that no part reads
-// what another writes. A key that no block reads must be stored too, by any of them; a list without blocks counts as one.
+// what another writes. A key that no block reads is to be stored too, by any. A list without blocks counts as one.
 __device__ inline int64_t StoringBlock(const BlockList<kDecodeKeys>& blocks, int64_t key) {
   const int64_t block = blocks.count[0] + key / kDecodeKeys - blocks.first[kOwnRun];
   if (block >= 0 && block < blocks.total()) return block;
@@ -23,9 +23,8 @@ __device__ inline int64_t StoringBlock(const BlockList<kDecodeKeys>& blocks, int
 template <class Traits>
 class NewRows {
  public:
-  __device__ NewRows(const PagedAttentionParams& params, const SequenceView& view,
-                     const BlockList<kDecodeKeys>& blocks, int64_t b, int64_t head, int64_t first_block,
-                     int64_t end_block)
+  __device__ NewRows(const PagedAttentionParams& params, const SequenceView& view, const BlockList<kDecodeKeys>& blocks,
+                     int64_t b, int64_t head, int64_t first_block, int64_t end_block)
       : params_(params),
         view_(view),
         blocks_(blocks),
