@@ -21,8 +21,8 @@ struct TraitsSm80 {
   static constexpr int kThreads = kWarps * kWarp;
   static constexpr int kStoredBytes = static_cast<int>(RowBytes(kKv, kDim));  // of a stored row
   static constexpr int kStoredChunks = kStoredBytes / 16;
-  static constexpr int kSteps = kStages<kStoredBytes>;
-  static constexpr int kBlocks = kResident<kStoredBytes>;
+  static constexpr int kBlocks = kResident<kStoredBytes, kRows, kDim>;
+  static constexpr int kSteps = kStages<kStoredBytes, kBlocks>;
   static constexpr bool kQueryInRegisters = kDim * kRows <= 2048;  // the rest of them are the output's
   static constexpr int kTileBytes = kWarpKeys * kStoredBytes;
   static_assert(kKv == kEType || IsQuantised(kKv));
