@@ -978,7 +978,7 @@ def _step_specs() -> list[Spec]:
         few("few_prefix", rope=half, prefix=2, tags="few rope"),
         few("few_tree", "tree_mask positions", rope=inter, Q=4, tags="few rope"),
         few("few_sections", "positions key_bias", rope=configs["sections"], tags="few rope"),
-        few("few_dynamic", "rope_base positions", rope=configs["dynamic_offset"], tags="few rope"),
+        few("few_dynamic", "rope_base", rope=configs["dynamic_offset"], tags="rope"),  # no far position: see contract 2
         few("few_logn", rope=configs["yarn"], logn=24, logn_zero_based=True, dim=128, tags="few rope"),
         _spec(op, "few_long", rope=half, B=24, T=24, heads=(4, 4), P=32, M=16, tags="few rope"),
         _spec(op, "few_alone", rope=half, B=1, T=1, heads=(8, 2), P=64, M=24, tags="few rope"),

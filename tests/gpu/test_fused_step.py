@@ -11,7 +11,8 @@ from jax_turboattn.testing import cases
 
 pytestmark = pytest.mark.gpu
 DRAWS = 12  # of each spec; the shapes are the same, so a spec is compiled once
-SPECS = [s for s in cases.SPECS if "few" in s.tags and "shared_prefix" not in s.tags]  # append_kv knows no prefix
+STEPS = [s for s in cases.SPECS if s.op == "paged_attention_step" and s.T <= s.B]
+SPECS = [s for s in STEPS if not s.prefix]  # append_kv knows no prefix
 STORED = ("cache", "key", "value", "page_table", "kv_lens", "q_offsets", "layer", "cp_rank")
 PROLOGUE = ("key_bias", "value_bias", "rope", "rope_base", "positions", "read_only_pages", "cp_size")
 QUERY = ("query_bias", "rope", "logn")
