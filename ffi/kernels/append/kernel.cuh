@@ -5,10 +5,10 @@
 #define TURBOATTN_KERNELS_APPEND_KERNEL_CUH_
 
 #include "core/params.h"
-#include "kernels/append/pairs.cuh"
-#include "kernels/append/row.cuh"
 #include "kernels/append/tokens.cuh"
 #include "kernels/append/traits.h"
+#include "kernels/common/append_pairs.cuh"
+#include "kernels/common/append_row.cuh"
 #include "kernels/common/chunk.cuh"
 #include "kernels/common/rope.h"
 

@@ -12,6 +12,7 @@
 #include "core/heuristics.h"
 #include "kernels/common/merge_parts.cuh"
 #include "kernels/decode/mainloop_sm80.cuh"
+#include "kernels/decode/new_rows.cuh"
 
 namespace turboattn::decode {
 
@@ -137,7 +138,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       }
       FillTileRows<kRows>(params, view, head, first_row, rows, &shared.rows);
       __syncthreads();
-      LoadQueryTile<E, kRows, kDim, kThreads>(params, b, shared.rows, rows, shared.query());
+      // A fused step's new rows are stored while the query is made ready. They pass through memory that is ring 1's.
+      const NewRows<Traits> new_rows(params, shared.view, shared.blocks, b, head, first_block,
+                                     first_block + num_blocks);
+      static_assert(sizeof(shared.query_at_first) <= sizeof(shared.rings[0]));
+      static_assert(kWarps * kDim * sizeof(float) <= sizeof(shared.rings[1]));
+      float* s_row = reinterpret_cast<float*>(&shared.rings[1]) + threadIdx.x / kWarp * kDim;
+      LoadQueryTile<E, kRows, kDim, kThreads>(params, b, shared.rows, rows, shared.query(),
+                                              [&] { new_rows.Store(s_row); });
       if constexpr (Traits::kQuantised) {
         MakeCodeQuery(shared);
         __syncthreads();
@@ -147,7 +155,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       const int keyed = shared.blocks.total() == 0 ? 0 : num_blocks;
       MainloopSm80<Traits> mainloop(params, shared, b, head, first_block, keyed, q_len > 1 || view.has_tree);
       mainloop.Start();
-      __syncthreads();  // the rings take the query's place
+      __syncthreads();  // the rings take the query's place, and the new rows are in the cache
       mainloop.Run();
       __syncthreads();  // the rings become the exchange buffer
       mainloop.Publish();

@@ -14,6 +14,7 @@ struct TraitsSm80 {
   using E = Element<kEType>;
   static constexpr DType kKvDType = kKv;
   static constexpr bool kQuantised = IsQuantised(kKv);
+  static constexpr int kBits = kKv == DType::kInt4 ? 4 : 8;  // of a code; int8 and int4 only
   static constexpr int kDim = kHeadDim;
   static constexpr int kRows = kRowTile;
   static constexpr int kColumns = kRowTile / 8;  // n8 tiles

@@ -1,6 +1,6 @@
 // Two E in 32 bits, and eight such pairs: what a lane holds of a row.
-#ifndef TURBOATTN_KERNELS_APPEND_PAIRS_CUH_
-#define TURBOATTN_KERNELS_APPEND_PAIRS_CUH_
+#ifndef TURBOATTN_KERNELS_COMMON_APPEND_PAIRS_CUH_
+#define TURBOATTN_KERNELS_COMMON_APPEND_PAIRS_CUH_
 
 #include <cstdint>
 #include <type_traits>
@@ -104,4 +104,4 @@ __device__ inline RowScale PairsRowScale(const uint32_t (&pairs)[kChunk]) {
 
 }  // namespace turboattn::append
 
-#endif  // TURBOATTN_KERNELS_APPEND_PAIRS_CUH_
+#endif  // TURBOATTN_KERNELS_COMMON_APPEND_PAIRS_CUH_

@@ -1,13 +1,12 @@
-// One row of keys or values: bias, RoPE, one rounding to E, encode, store.
-#ifndef TURBOATTN_KERNELS_APPEND_ROW_CUH_
-#define TURBOATTN_KERNELS_APPEND_ROW_CUH_
+// One new row of keys or values: bias, RoPE, one rounding to E, encode, store. For append_kv, and for the fused step
+// inside the decode kernel. Traits has E, kKvDType and kBits, those of a code of int8 and int4.
+#ifndef TURBOATTN_KERNELS_COMMON_APPEND_ROW_CUH_
+#define TURBOATTN_KERNELS_COMMON_APPEND_ROW_CUH_
 
 #include <type_traits>
 
 #include "core/params.h"
-#include "kernels/append/pairs.cuh"
-#include "kernels/append/tokens.cuh"
-#include "kernels/append/traits.h"
+#include "kernels/common/append_pairs.cuh"
 #include "kernels/common/chunk.cuh"
 #include "kernels/common/kv_codec.h"
 #include "kernels/common/page_walk.h"
@@ -167,29 +166,32 @@ __device__ inline void StoreRowScale(const Side& side, int64_t row, RowScale sca
   static_cast<uint32_t*>(side.params)[row] = IsNan(scale.scale) ? kNanPair : RoundPair<E>(scale.scale, scale.zero);
 }
 
-// One row through s_row[width], by one warp. turns: of the row's token.
-template <class Traits>
-__device__ inline void MoveRow(const AppendParams& params, bool is_key, int64_t source_row, int64_t head,
-                               const Place& place, const SinCos* turns, float* s_row) {
+// Elements d .. d + 7 of a row, with their bias, into s_row[width].
+template <class E>
+__device__ inline void PutChunk(const AppendParams& params, const Side& side, int64_t head, int64_t d,
+                                const Chunk<E>& chunk, float* s_row) {
+  float x[kChunk];
+#pragma unroll
+  for (int e = 0; e < kChunk; ++e) x[e] = ToFloat(chunk.e[e]);
+  AddBias<E>(side, params.bias_dtype, head * side.width + d, x);
+#pragma unroll
+  for (int e = 0; e < kChunk; ++e) s_row[d + e] = x[e];
+}
+
+// The rest of the way, by the warp that put s_row there: into row `row` of [L,N,K,P], which is kv head `head` of
+// `layer`. turn(j): the SinCos of pair j.
+template <class Traits, class Turn>
+__device__ inline void FinishRow(const AppendParams& params, bool is_key, int64_t row, int64_t layer, int64_t head,
+                                 Turn turn, float* s_row) {
   using E = typename Traits::E;
   constexpr DType kKv = Traits::kKvDType;
-  const KvCache& cache = params.cache;
   const RopeParams& rope = params.rope;
   const int lane = threadIdx.x % kWarp;
   const Side side = SideOf(params, is_key);
-  for (int64_t d = lane * kChunk; d < side.width; d += kWarp * kChunk) {
-    const Chunk<E> chunk = LoadChunk<E>(side.source, source_row * side.width + d);
-    float x[kChunk];
-#pragma unroll
-    for (int e = 0; e < kChunk; ++e) x[e] = ToFloat(chunk.e[e]);
-    AddBias<E>(side, params.bias_dtype, head * side.width + d, x);
-#pragma unroll
-    for (int e = 0; e < kChunk; ++e) s_row[d + e] = x[e];
-  }
   __syncwarp();
   if (is_key) {
     for (int64_t j = lane; j < rope.dim / 2; j += kWarp) {
-      RopeRotate(turns[j], &s_row[RopeFirst(rope, j)], &s_row[RopeSecond(rope, j)]);
+      RopeRotate(turn(j), &s_row[RopeFirst(rope, j)], &s_row[RopeSecond(rope, j)]);
     }
     __syncwarp();
   }
@@ -202,7 +204,6 @@ __device__ inline void MoveRow(const AppendParams& params, bool is_key, int64_t 
     poison = fmaf(x, 0.f, poison);
   }
   __syncwarp();
-  const int64_t row = CacheRow(cache, place.page, head, place.slot);
   [[maybe_unused]] RowScale scale{};
   if constexpr (kHasRowParams<kKv>) {
     scale = GroupRowScale<E, Traits::kBits, kWarp>(min, max, poison);
@@ -210,7 +211,7 @@ __device__ inline void MoveRow(const AppendParams& params, bool is_key, int64_t 
   }
   [[maybe_unused]] float fp8_scale = 0.f;
   if constexpr (kKv == DType::kFloat8E4M3) {
-    fp8_scale = static_cast<const float*>(side.params)[place.layer * cache.num_kv_heads + head];
+    fp8_scale = static_cast<const float*>(side.params)[layer * params.cache.num_kv_heads + head];
   }
   const RowEncoder<Traits::kBits> encoder(scale);
   for (int64_t d = lane * kChunk; d < side.width; d += kWarp * kChunk) {
@@ -222,6 +223,19 @@ __device__ inline void MoveRow(const AppendParams& params, bool is_key, int64_t 
   __syncwarp();  // the row is free for the next one
 }
 
+// One row through s_row[width], by one warp. place: its page, slot and layer; turns: of its token.
+template <class Traits, class Place>
+__device__ inline void MoveRow(const AppendParams& params, bool is_key, int64_t source_row, int64_t head,
+                               const Place& place, const SinCos* turns, float* s_row) {
+  using E = typename Traits::E;
+  const Side side = SideOf(params, is_key);
+  for (int64_t d = threadIdx.x % kWarp * kChunk; d < side.width; d += kWarp * kChunk) {
+    PutChunk(params, side, head, d, LoadChunk<E>(side.source, source_row * side.width + d), s_row);
+  }
+  const int64_t row = CacheRow(params.cache, place.page, head, place.slot);
+  FinishRow<Traits>(params, is_key, row, place.layer, head, [&](int64_t j) { return turns[j]; }, s_row);
+}
+
 }  // namespace turboattn::append
 
-#endif  // TURBOATTN_KERNELS_APPEND_ROW_CUH_
+#endif  // TURBOATTN_KERNELS_COMMON_APPEND_ROW_CUH_
