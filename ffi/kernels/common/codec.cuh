@@ -7,12 +7,11 @@
 //   AcrossRows(word, low, high, pairs)  the halves of the word are of two rows: pair i is code i of both halves
 //   UnitElement(unit, i)                which element of a 16-byte chunk is code i of its 16-bit unit `unit`, as
 //                                       AcrossRows counts codes
-//   KeyCodes(word, pairs)               as Neighbours, but not scaled and in fp16: element e comes as
-//                                       KeyWeight(e) * code + kKeyOffset
-//   ValueCodes(word, pairs)             as AcrossRows, but not scaled and in fp16: the codes themselves
+//   KeyCodes(word, pairs)               as Neighbours, but the codes themselves, in fp16
+//   ValueCodes(word, pairs)             as AcrossRows, likewise
 //
-// Codes that are not scaled take a quarter of the instructions; scales and zeros are then factors of scores and of
-// probabilities. fp16 holds all integers up to 2048 and every e4m3.
+// Codes that are not scaled take a quarter of the instructions of decoded ones; scales and zeros are then factors of
+// scores and of probabilities. fp16 holds all integers up to 2048 and every e4m3.
 #ifndef TURBOATTN_KERNELS_COMMON_CODEC_CUH_
 #define TURBOATTN_KERNELS_COMMON_CODEC_CUH_
 

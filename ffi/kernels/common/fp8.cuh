@@ -32,9 +32,6 @@ struct Codec<E, DType::kFloat8E4M3> {
 
   static __device__ __forceinline__ int UnitElement(int unit, int i) { return 2 * unit + i; }
 
-  static constexpr float kKeyOffset = 0.f;
-  static __device__ __forceinline__ float KeyWeight(int) { return 1.f; }
-
   static __device__ __forceinline__ void KeyCodes(uint32_t word, uint32_t (&pairs)[2]) {
     pairs[0] = Fp8ToFp16(word);
     pairs[1] = Fp8ToFp16(word >> 16);

@@ -25,33 +25,22 @@ struct Codec<E, DType::kInt4> {
   }
 
   // Under fp16's exponent of 1024 the nibble in bits 0 .. 3 counts 1, that in bits 4 .. 7 counts 16.
-  static constexpr float kKeyOffset = 1024.f;
-  static __device__ __forceinline__ float KeyWeight(int element) { return element % 4 < 2 ? 1.f : 16.f; }
-
   static __device__ __forceinline__ void KeyCodes(uint32_t word, uint32_t (&pairs)[4]) {
+    constexpr uint32_t k1024 = 0x64006400u, kMinus1024 = 0xe400e400u;  // fp16, twice
+    constexpr uint32_t kSixteenth = 0x2c002c00u, kMinus64 = 0xd400d400u;
     const uint32_t rest = word >> 8;
-    pairs[0] = AndOr(word, 0x000f000fu, k1024);
-    pairs[1] = AndOr(word, 0x00f000f0u, k1024);
-    pairs[2] = AndOr(rest, 0x000f000fu, k1024);
-    pairs[3] = AndOr(rest, 0x00f000f0u, k1024);
+    pairs[0] = AddPair(AndOr(word, 0x000f000fu, k1024), kMinus1024);
+    pairs[1] = FmaPair(AndOr(word, 0x00f000f0u, k1024), kSixteenth, kMinus64);
+    pairs[2] = AddPair(AndOr(rest, 0x000f000fu, k1024), kMinus1024);
+    pairs[3] = FmaPair(AndOr(rest, 0x00f000f0u, k1024), kSixteenth, kMinus64);
   }
 
-  static __device__ __forceinline__ void ValueCodes(uint32_t word, uint32_t (&pairs)[4]) {
-    KeyCodes(word, pairs);
-    pairs[0] = AddPair(pairs[0], kMinus1024);
-    pairs[1] = FmaPair(pairs[1], kSixteenth, kMinus64);
-    pairs[2] = AddPair(pairs[2], kMinus1024);
-    pairs[3] = FmaPair(pairs[3], kSixteenth, kMinus64);
-  }
+  static __device__ __forceinline__ void ValueCodes(uint32_t word, uint32_t (&pairs)[4]) { KeyCodes(word, pairs); }
 
   // Units 2 j and 2 j + 1 are the halves of word j.
   static __device__ __forceinline__ int UnitElement(int unit, int i) { return unit / 2 * 8 + unit % 2 + 2 * i; }
 
  private:
-  // fp16, twice.
-  static constexpr uint32_t k1024 = 0x64006400u, kMinus1024 = 0xe400e400u, kSixteenth = 0x2c002c00u,
-                            kMinus64 = 0xd400d400u;
-
   // A nibble stays where it is, under the exponent that makes its lowest bit worth 1: 2^(23 - 4 kNibble).
   template <int kNibble>
   static __device__ __forceinline__ float ToFloat(uint32_t word) {

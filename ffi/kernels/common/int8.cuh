@@ -23,22 +23,24 @@ struct Codec<E, DType::kInt8> {
 
   static __device__ __forceinline__ int UnitElement(int unit, int i) { return 2 * unit + i; }
 
-  // Under fp16's exponent of 1024 a byte is the low mantissa byte.
-  static constexpr float kKeyOffset = 1024.f;
-  static __device__ __forceinline__ float KeyWeight(int) { return 1.f; }
-
   static __device__ __forceinline__ void KeyCodes(uint32_t word, uint32_t (&pairs)[2]) {
-    pairs[0] = __byte_perm(word, 0x64646464u, 0x4140);
-    pairs[1] = __byte_perm(word, 0x64646464u, 0x4342);
+    pairs[0] = ToFp16<0x4140>(word);
+    pairs[1] = ToFp16<0x4342>(word);
   }
 
   static __device__ __forceinline__ void ValueCodes(uint32_t word, uint32_t (&pairs)[2]) {
-    pairs[0] = AddPair(__byte_perm(word, 0x64646464u, 0x4240), kMinus1024);
-    pairs[1] = AddPair(__byte_perm(word, 0x64646464u, 0x4341), kMinus1024);
+    pairs[0] = ToFp16<0x4240>(word);
+    pairs[1] = ToFp16<0x4341>(word);
   }
 
  private:
-  static constexpr uint32_t kMinus1024 = 0xe400e400u;  // fp16, twice
+  // Two bytes; those of kSelector that are 4 are the exponent byte of fp16's 1024, under which a byte is the low
+  // mantissa byte.
+  template <int kSelector>
+  static __device__ __forceinline__ uint32_t ToFp16(uint32_t word) {
+    constexpr uint32_t kMinus1024 = 0xe400e400u;  // fp16, twice
+    return AddPair(__byte_perm(word, 0x64646464u, kSelector), kMinus1024);
+  }
 
   // Under the exponent of 2^23 a byte is the low mantissa byte.
   template <int kByte>

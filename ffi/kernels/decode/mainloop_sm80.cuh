@@ -45,12 +45,11 @@ struct WarpResults {
   float sum[kWarps][Traits::kRows];
 };
 
-// A row of the query tile against codes: the tile holds query / unit / KeyWeight in fp16. Sums are over what it holds.
+// A row of the query tile against codes: the tile holds query / unit in fp16.
 template <int kRows>
 struct CodeQuery {
-  float unit[kRows];    // a power of two
-  float sum[kRows];     // of query / unit
-  float offset[kRows];  // of kKeyOffset times the tile's elements
+  float unit[kRows];  // a power of two
+  float sum[kRows];   // of what the tile holds
 };
 
 // The query tile gives its place to the rings when it goes to registers.
@@ -81,7 +80,6 @@ struct SharedSm80 {
 template <class Traits>
 __device__ void MakeCodeQuery(SharedSm80<Traits>& shared) {
   using E = typename Traits::E;
-  using Codes = Codec<E, Traits::kKvDType>;
   constexpr int kChunks = Traits::kDim / kChunk;
   const int lane = threadIdx.x % 32;
   for (int row = threadIdx.x / 32; row < Traits::kRows; row += kWarps) {
@@ -104,28 +102,21 @@ __device__ void MakeCodeQuery(SharedSm80<Traits>& shared) {
     // The largest element becomes 2^14 .. 2^15; the unit and its inverse are normal numbers.
     const int exponent = IsFinite(top) ? max(static_cast<int>(FloatToBits(top) >> 23) - 14, 27) : 127;
     const float inverse = BitsToFloat(static_cast<uint32_t>(254 - exponent) << 23);
-    float sum = 0.f, offset = 0.f;
+    float sum = 0.f;
 #pragma unroll
     for (int d = 2 * lane; d < Traits::kDim; d += 64) {
       E low, high;
       halves(*pair_at(d), &low, &high);
-      const float weight = Codes::KeyWeight(d % 8), factor = inverse / weight;
-      const uint32_t pair = Pack<fp16>(ToFloat(low) * factor, ToFloat(high) * factor);
+      const uint32_t pair = Pack<fp16>(ToFloat(low) * inverse, ToFloat(high) * inverse);
       *pair_at(d) = pair;
       fp16 first, second;
       halves(pair, &first, &second);
-      const float both = ToFloat(first) + ToFloat(second);
-      sum += weight * both;
-      offset += Codes::kKeyOffset * both;
+      sum += ToFloat(first) + ToFloat(second);
     }
-    for (int step = 16; step > 0; step /= 2) {
-      sum += __shfl_xor_sync(~0u, sum, step);
-      offset += __shfl_xor_sync(~0u, offset, step);
-    }
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (lane == 0) {
       shared.code_query.unit[row] = BitsToFloat(static_cast<uint32_t>(exponent) << 23);
       shared.code_query.sum[row] = sum;
-      shared.code_query.offset[row] = offset;
     }
   }
 }
@@ -168,10 +159,10 @@ struct MainloopSm80 {
   uint32_t mapped = 0, mapped_before = 0;  // by lane of the look-up, of the loader's batch of steps and the one before
 
   // Codes.
-  float unit[kColumns][2], query_sum[kColumns][2], query_offset[kColumns][2];  // see CodeQuery
-  float zeros[kColumns][2] = {};  // sum of probability * zero of the values
-  float weight_unit = 0x1p126f;   // a value's code has the weight probability * scale * weight_unit
-  float head_scale[2];            // fp8: of K and V
+  float unit[kColumns][2], query_sum[kColumns][2];  // see CodeQuery
+  float zeros[kColumns][2] = {};                    // sum of probability * zero of the values
+  float weight_unit = 0x1p126f;                     // a value's code has the weight probability * scale * weight_unit
+  float head_scale[2];                              // fp8: of K and V
 
   __device__ MainloopSm80(const PagedAttentionParams& params, SharedSm80<Traits>& shared, int64_t b, int64_t head,
                           int first_block, int num_blocks, bool rows_differ)
@@ -375,7 +366,7 @@ struct MainloopSm80 {
         const int c = e % 2;
         if constexpr (kRowParams) {
           const RowScale& of_key = scale[e / 2];
-          s[n][e] = fmaf(of_key.scale, s[n][e] - query_offset[n][c], of_key.zero * query_sum[n][c]) * unit[n][c];
+          s[n][e] = fmaf(of_key.scale, s[n][e], of_key.zero * query_sum[n][c]) * unit[n][c];
         } else {
           s[n][e] *= unit[n][c];
         }
@@ -623,7 +614,6 @@ struct MainloopSm80 {
           const int row = 8 * n + lane % 4 * 2 + e;
           unit[n][e] = shared.code_query.unit[row] * key_scale;
           query_sum[n][e] = shared.code_query.sum[row];
-          query_offset[n][e] = shared.code_query.offset[row];
         }
       }
     }
