@@ -36,6 +36,7 @@ inline void DefineCommon(nb::module_& module) {
         entry["runs_decode"] = plan.runs_decode;
         entry["runs_prefill"] = plan.runs_prefill;
         entry["decode_q_len"] = plan.decode_q_len;
+        entry["decode_appends"] = plan.decode_appends;
         entry["row_tile"] = plan.row_tile;
         entry["slots"] = plan.slots;
         entry["prefill_tiles"] = plan.prefill_tiles;

@@ -898,7 +898,8 @@ def paged_attention_step(
 
     Args:
       query: [T, H, D]; key: [T, K, D]; value: [T, K, Dv] (None for a shared_value cache): the raw projections.
-      cache, page_table, kv_lens, q_offsets: as in `append_kv`; kv_lens count the new tokens.
+      cache, page_table, kv_lens, q_offsets: as in `append_kv`; kv_lens count the new tokens. Pages that a sequence
+        appends to are its own: what another one reads there in the same call may be new or old.
       query_bias: [H, D]; key_bias: [K, D]; value_bias: [K, Dv], added in float32 before RoPE.
       logn: trained length m in tokens: queries at position p are scaled by log(p + 1) / log(m) where p + 1 > m.
       logn_zero_based: p instead of p + 1.

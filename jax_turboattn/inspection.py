@@ -25,7 +25,7 @@ class Candidate:
       reason: None when it has a kernel for the call, else why not.
       chosen: whether the call would take it.
       kernels: names of the compiled kernels that it may launch, as `kernels()` lists them; of prefill and decode the
-        lengths take one or both. Empty when there is a reason, and for "pallas" and "xla", which have none.
+        lengths take one or both, and a step of few tokens appends inside decode. Empty when there is a reason, and for "pallas" and "xla", which have none.
     """
 
     op: str

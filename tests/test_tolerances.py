@@ -84,6 +84,25 @@ def test_one_wrong_element_nan_masks_and_nonzero_empty_rows(dense):
         tolerances.check_attention("empty", zeros, np.full((2, 1), -1e30, np.float32), empty, empty)
 
 
+def test_rows_of_quantised_caches_follow_one_of_two_goldens():
+    """Scales folded or values rounded, row by row: each is right, but not where an implementation promises one."""
+    case = cases.find("paged_attention/int8/full")
+    call = cases.build(case)
+    rounded, folded = (golden.paged_attention(**call.semantic, folded=f, baseline=True) for f in (False, True))
+    results = [as_implementation(r, BF16) for r in (rounded, folded)]
+    odd = np.arange(len(rounded.lse)) % 2 == 1
+    mixed = [np.where(odd.reshape(-1, *(1,) * (a.ndim - 1)), b, a) for a, b in zip(*results, strict=True)]
+    for result in (*results, mixed):
+        conformance.check(case, call, result, "either", folds=True)
+    conformance.check(case, call, results[0], "rounds")
+    for result in (results[1], mixed):
+        with pytest.raises(tolerances.BudgetExceeded):
+            conformance.check(case, call, result, "rounds")
+    off = (results[1][0], results[1][1] + np.float32(1e-4))
+    with pytest.raises(tolerances.BudgetExceeded):
+        conformance.check(case, call, off, "either", folds=True)
+
+
 def test_bytes_and_values():
     x = np.array([0.0, 1.0, np.nan], np.float32)
     tolerances.same_bytes("x", x, x.copy())

@@ -62,6 +62,7 @@ PagedPlan PlanPaged(const PagedShape& shape) {
   }
   const int64_t q_len = shape.uniform_q_len > 0 ? shape.uniform_q_len : 1;
   plan.row_tile = q_len * group <= 8 ? 8 : 16;
+  plan.decode_appends = plan.runs_decode && !plan.runs_prefill && shape.num_tokens <= kMaxDecodeAppends;
   if (plan.runs_decode) PlanDecode(shape, group, &plan);
   if (plan.runs_prefill) PlanPrefill(shape, group, &plan);
   return plan;

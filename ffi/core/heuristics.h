@@ -26,8 +26,9 @@ struct PagedPlan {
   bool runs_prefill = false;
   // Decode takes sequences of at most this many query tokens, prefill the longer ones.
   int64_t decode_q_len = 0;
-  int row_tile = 8;   // rows of a decode unit: 8 or 16
-  int64_t slots = 0;  // partial results that the workspace holds
+  bool decode_appends = false;  // a fused step's new keys and values are stored by decode, not by a kernel before it
+  int row_tile = 8;             // rows of a decode unit: 8 or 16
+  int64_t slots = 0;            // partial results that the workspace holds
   // Parts that the keys of a prefill tile are cut in, when there are too few tiles to fill a card.
   int prefill_splits = 1;
   int64_t prefill_tiles = 0;   // of all kv heads, at most
@@ -37,6 +38,11 @@ struct PagedPlan {
 
 // Blocks of a decode grid never exceed this, whatever the card: the workspace holds two partial results of each.
 constexpr int64_t kMaxDecodeBlocks = 512;
+
+// Where decode appends, each unit that reads a new key stores it: a sequence with more rows than fit a unit has its
+// tokens stored again for each of its units. Calls of more tokens than this launch append first: one sequence that has
+// them all would lose more to that than a launch costs.
+constexpr int64_t kMaxDecodeAppends = 128;
 
 constexpr int kDecodeKeys = 64;  // keys a block of the flat list
 

@@ -164,6 +164,7 @@ struct PagedAttentionParams {
   Sequences seqs;
   ScoreParams score;
   QueryPrologue prologue;             // all off in paged_attention
+  AppendParams append;                // CUDA, where decode stores the step's new keys and values itself; else no key
   const void* query = nullptr;        // [T,H,D] E
   void* out = nullptr;                // [T,H,Dv] out_dtype
   float* lse = nullptr;               // [T,H] natural log

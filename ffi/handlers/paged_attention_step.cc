@@ -4,7 +4,8 @@
 namespace turboattn {
 namespace {
 
-// Append first, then attention over the cache as written; the query's prologue is part of the attention kernel's loads.
+// Append first, then attention over the cache as written. The query's prologue is part of the attention kernel's loads;
+// where decode runs alone, on few tokens, so is the append.
 ffi::Error PagedAttentionStep(Context context, ffi::RemainingArgs args, ffi::RemainingRets results,
                               const StepAttributes& attributes) {
   Operands operands("paged_attention_step", context, attributes.operands, args, results);
@@ -21,8 +22,12 @@ ffi::Error PagedAttentionStep(Context context, ffi::RemainingArgs args, ffi::Rem
   attention.prologue.logn_zero_based = attributes.logn_zero_based;
   PlanWorkspace(operands, &attention);
   if (!operands.ok()) return operands.error();
-  const ffi::Error appended = Launch(context, AppendDesc(append), append);
-  if (appended.failure()) return appended;
+  if (AttentionAppends(attention)) {
+    attention.append = append;
+  } else {
+    const ffi::Error appended = Launch(context, AppendDesc(append), append);
+    if (appended.failure()) return appended;
+  }
   return LaunchPaged(context, attention);
 }
 

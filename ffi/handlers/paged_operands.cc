@@ -188,6 +188,14 @@ void PlanWorkspace(Operands& operands, PagedAttentionParams* params) {
   params->workspace = operands.ScratchResult(params->plan.workspace_bytes);
 }
 
+bool AttentionAppends([[maybe_unused]] const PagedAttentionParams& params) {
+#if defined(TURBOATTN_CUDA)
+  return params.plan.decode_appends;
+#else
+  return false;
+#endif
+}
+
 ffi::Error LaunchPaged(Context context, const PagedAttentionParams& params) {
   KernelDesc desc = {Phase::kPrefill,        "", params.cache.dtype, params.cache.kv_dtype, params.cache.head_dim,
                      params.cache.value_dim};

@@ -53,6 +53,9 @@ PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache
 // On CUDA: which kernels run, and their workspace, the call's last result.
 void PlanWorkspace(Operands& operands, PagedAttentionParams* params);
 
+// Whether the planned kernels of a fused step store its new keys and values too.
+bool AttentionAppends(const PagedAttentionParams& params);
+
 // One kernel on the CPU; on CUDA those of params.plan.
 ffi::Error LaunchPaged(Context context, const PagedAttentionParams& params);
 

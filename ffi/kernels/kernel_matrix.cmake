@@ -77,8 +77,12 @@ set(TURBOATTN_KERNEL_MATRIX
   "decode|sm80|128|128|fp16|fp8"
   "decode|sm80|256|256|bf16|bf16"
   "decode|sm80|256|256|bf16|int8"
+  "decode|sm80|256|256|bf16|int4"
+  "decode|sm80|256|256|bf16|fp8"
   "decode|sm80|256|256|fp16|fp16"
   "decode|sm80|256|256|fp16|int8"
+  "decode|sm80|256|256|fp16|int4"
+  "decode|sm80|256|256|fp16|fp8"
 
   "gather|simt|any|any|bf16|bf16"
   "gather|simt|any|any|bf16|int8"
@@ -111,6 +115,10 @@ set(TURBOATTN_KERNEL_MATRIX
   "prefill|sm80|128|128|fp16|fp8"
   "prefill|sm80|256|256|bf16|bf16"
   "prefill|sm80|256|256|bf16|int8"
+  "prefill|sm80|256|256|bf16|int4"
+  "prefill|sm80|256|256|bf16|fp8"
   "prefill|sm80|256|256|fp16|fp16"
   "prefill|sm80|256|256|fp16|int8"
+  "prefill|sm80|256|256|fp16|int4"
+  "prefill|sm80|256|256|fp16|fp8"
 )

@@ -12,6 +12,7 @@ data, poison, wild integers. `build(case)` makes the numpy arguments, the same f
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import zlib
 from typing import Any
@@ -234,6 +235,9 @@ def _packed_lengths(kind: str, spec: Spec, rng: np.random.Generator, capacity: i
         q = np.zeros(B, np.int64)
         q[B // 2] = T
         kv = np.minimum(q + rng.integers(0, capacity + 1, B), capacity)
+    elif kind == "few":  # tokens dealt out to any sequences; contexts may be shorter than that
+        q = np.bincount(rng.integers(0, B, rng.integers(0, T + 1)), minlength=B)
+        kv = rng.integers(0, capacity + 1, B)
     elif kind == "empty":
         q[:], kv = 0, rng.integers(0, capacity + 1, B)
     else:
@@ -599,6 +603,7 @@ _DECODE_CORE = _values(
     "full nan_queries inf",
     "full normal nan unmapped",
 )
+_FEW = _values("few normal nan", "few mixture inf unmapped", "one normal nan", "empty normal inf", "wild normal nan")
 _QUANTISED = _values("random nan_rows nan", "full constant_rows inf")
 _SINKS = _values(
     "random normal nan huge_sinks",
@@ -939,6 +944,45 @@ def _step_specs() -> list[Spec]:
         _spec(op, "tree", "tree_mask positions", rope=half, Q=5, tags="rope"),
         _spec(op, "prefix", rope=half, prefix=2, dtype="float32", tags="rope"),
     ]
+    # No more tokens than sequences: implementations may take all of it for decode, and append as they go.
+    few = functools.partial(_spec, op, B=12, T=10)
+    wide = RopeConfig(dim=128)
+    specs += [
+        few("few", rope=half, tags="few core rope"),
+        few("few_plain", dim=128, dtype="float16", tags="few vmap"),
+        few(
+            "few_int8",
+            f"{_BIAS} sinks read_only_pages",
+            rope=wide,
+            dim=128,
+            kv_dtype="int8",
+            P=8,
+            M=20,
+            tags="few rope sinks quantised",
+        ),
+        few("few_int4", "positions", rope=inter, dtype="float16", kv_dtype="int4", tags="few rope quantised"),
+        few(
+            "few_fp8",
+            "key_bias",
+            rope=RopeConfig(dim=32, offset=64),
+            dim=128,
+            kv_dtype="float8_e4m3fn",
+            L=2,
+            tags="few layer rope quantised",
+        ),
+        few("few_wide_group", _BIAS, heads=(32, 1), dim=256, kv_dtype="int8", tags="few quantised"),
+        few("few_dim256", rope=wide, heads=(4, 4), dim=256, dtype="float16", tags="few rope"),
+        few("few_window", rope=half, local_window_size=(12, 3), is_causal=False, tags="few rope"),
+        few("few_cp2", "read_only_pages", rope=half, cp_size=2, hints=dict(out_dtype="float32"), tags="few rope cp"),
+        few("few_cp3_int8", cp_size=3, kv_dtype="int8", P=8, hints=dict(out_dtype="float32"), tags="few cp quantised"),
+        few("few_prefix", rope=half, prefix=2, tags="few rope"),
+        few("few_tree", "tree_mask positions", rope=inter, Q=4, tags="few rope"),
+        few("few_sections", "positions key_bias", rope=configs["sections"], tags="few rope"),
+        few("few_dynamic", "rope_base", rope=configs["dynamic_offset"], tags="rope"),  # no far position: see contract 2
+        few("few_logn", rope=configs["yarn"], logn=24, logn_zero_based=True, dim=128, tags="few rope"),
+        _spec(op, "few_long", rope=half, B=24, T=24, heads=(4, 4), P=32, M=16, tags="few rope"),
+        _spec(op, "few_alone", rope=half, B=1, T=1, heads=(8, 2), P=64, M=24, tags="few rope"),
+    ]
     return specs
 
 
@@ -1005,6 +1049,8 @@ def _chosen(spec: Spec) -> tuple[Values, ...]:
         chosen = _PACKED + (_PACKED_CORE if "core" in tags else ())
         if spec.op != "ragged_attention" and "core" in tags:
             chosen += _PAGED_CORE
+        if "few" in tags:
+            chosen += _FEW
     if "quantised" in tags and spec.op not in ("gather_kv", "copy_pages"):
         chosen += _QUANTISED
         if spec.op == "append_kv":
@@ -1066,7 +1112,7 @@ def random_values(rng: np.random.Generator, spec: Spec, name: str = "draw") -> V
     elif spec.op == "merge_partials":
         lens, kinds = ["random", "short", "full", "empty", "huge"], ["normal"]
     else:
-        lens = ["mixed", "random", "boundary", "short", "full", "prefill", "one", "holes", "wild"]
+        lens = ["mixed", "random", "boundary", "short", "full", "prefill", "one", "few", "holes", "wild"]
     extremes = ["", "", ""]
     if spec.op.startswith("paged"):
         extremes += ["unmapped"]

@@ -63,13 +63,17 @@ def encode_int(x: Array, kv_dtype: str) -> tuple[Array, Array]:
     return (pack_int4(codes) if kv_dtype == "int4" else codes), params
 
 
-def decode_int(data: Array, params: Array, kv_dtype: str) -> Array:
-    """E(code * scale + zero): rows [..., D] of params' dtype, saturated to its range if the parameters are finite."""
-    dtype = params.dtype
-    codes = (unpack_int4(data) if kv_dtype == "int4" else data).astype(np.float32)
-    scale, zero = params[..., 0:1].astype(np.float32), params[..., 1:2].astype(np.float32)
+def decode_int(data: Array, params: Array, kv_dtype: str, rounded: bool = True) -> Array:
+    """E(code * scale + zero): rows [..., D] of params' dtype, saturated to its range if the parameters are finite.
+
+    rounded=False: float64, before the rounding to E.
+    """
+    real = np.float32 if rounded else np.float64
+    codes = (unpack_int4(data) if kv_dtype == "int4" else data).astype(real)
+    scale, zero = params[..., 0:1].astype(real), params[..., 1:2].astype(real)
     with np.errstate(all="ignore"):
-        return _saturate(codes * scale + zero, np.isfinite(scale) & np.isfinite(zero), dtype)
+        values = _saturate(codes * scale + zero, np.isfinite(scale) & np.isfinite(zero), params.dtype)
+    return values.astype(params.dtype) if rounded else values
 
 
 def encode_fp8(x: Array, scale: Array) -> Array:
@@ -81,13 +85,16 @@ def encode_fp8(x: Array, scale: Array) -> Array:
         return np.where(scale == 0, np.float32(0), clipped).astype(FP8)
 
 
-def decode_fp8(data: Array, scale: Array, dtype: Any) -> Array:
-    """E(x * scale), rows of `dtype`."""
+def decode_fp8(data: Array, scale: Array, dtype: Any, rounded: bool = True) -> Array:
+    """E(x * scale), rows of `dtype`; rounded=False: float64, before the rounding to E."""
+    real = np.float32 if rounded else np.float64
     with np.errstate(all="ignore"):
-        values = data.astype(np.float32)
-        return _saturate(values * scale.astype(np.float32), np.isfinite(values) & np.isfinite(scale), np.dtype(dtype))
+        codes = data.astype(real)
+        values = _saturate(codes * scale.astype(real), np.isfinite(codes) & np.isfinite(scale), dtype)
+    return values.astype(dtype) if rounded else values
 
 
-def _saturate(values: Array, finite: Array, dtype: np.dtype[Any]) -> Array:
-    limit = np.float32(ml_dtypes.finfo(dtype).max)
-    return np.where(finite, np.clip(values, -limit, limit), values).astype(dtype)
+def _saturate(values: Array, finite: Array, dtype: Any) -> Array:
+    """Values within the range of `dtype`, where `finite`."""
+    limit = values.dtype.type(ml_dtypes.finfo(dtype).max)
+    return np.where(finite, np.clip(values, -limit, limit), values)

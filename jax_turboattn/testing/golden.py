@@ -301,8 +301,11 @@ def _layer(cache: Cache, layer: Any) -> Cache | None:
     )
 
 
-def decode(cache: Cache, layer: Any, pages: Array, dtype: Any) -> tuple[Array, Array]:
-    """Keys and values of whole pages of an existing layer, rounded to dtype: [n, K, P, D], [n, K, P, Dv]."""
+def decode(cache: Cache, layer: Any, pages: Array, dtype: Any, rounded: bool = True) -> tuple[Array, Array]:
+    """Keys and values of whole pages of an existing layer, rounded to dtype: [n, K, P, D], [n, K, P, Dv].
+
+    rounded=False: what quantised caches hold in float64, before that rounding.
+    """
     whole = _layer(cache, layer)
     assert whole is not None
 
@@ -310,8 +313,8 @@ def decode(cache: Cache, layer: Any, pages: Array, dtype: Any) -> tuple[Array, A
         if params is None:
             return data[pages]
         if cache.dtype == "float8_e4m3fn":
-            return codecs.decode_fp8(data[pages], params[:, None, None], dtype)
-        return codecs.decode_int(data[pages], params[pages], cache.dtype)
+            return codecs.decode_fp8(data[pages], params[:, None, None], dtype, rounded)
+        return codecs.decode_int(data[pages], params[pages], cache.dtype, rounded)
 
     key = one(whole.key, whole.key_params)
     if whole.value is None:
@@ -320,7 +323,7 @@ def decode(cache: Cache, layer: Any, pages: Array, dtype: Any) -> tuple[Array, A
 
 
 def _read(
-    cache: Cache, layer: Any, table: Array, kv_len: int, dtype: Any, cp_rank: int, cp_size: int
+    cache: Cache, layer: Any, table: Array, kv_len: int, dtype: Any, cp_rank: int, cp_size: int, rounded: bool = True
 ) -> tuple[Array, Array, Array]:
     """The stored keys of one sequence: global positions s [n], k [n, K, D], v [n, K, Dv].
 
@@ -331,7 +334,7 @@ def _read(
     mapped = (table >= 0) & (table < num_pages) & (one is not None)
     columns = np.flatnonzero(mapped & (0 <= int(cp_rank) < cp_size))  # a rank that does not exist holds no token
     s = ((columns[:, None] * page_size + np.arange(page_size)) * cp_size + int(cp_rank)).reshape(-1)
-    k, v = decode(cache, 0 if one is None else layer, table[columns], dtype)
+    k, v = decode(cache, 0 if one is None else layer, table[columns], dtype, rounded)
     inside = s < min(max(kv_len, 0), len(table) * page_size * cp_size)
     k, v = (x.transpose(0, 2, 1, 3).reshape(len(s), kv_heads, x.shape[-1])[inside] for x in (k, v))
     return s[inside], k, v
@@ -359,9 +362,14 @@ def paged_attention(
     logits_soft_cap: float | None = None,
     sinks: Array | None = None,
     alibi_slopes: Array | None = None,
+    folded: bool = False,
     baseline: bool = False,
 ) -> Result:
-    """query [T, H, D], page_table [B, M], kv_lens [B], q_offsets [B + 1]."""
+    """query [T, H, D], page_table [B, M], kv_lens [B], q_offsets [B + 1].
+
+    folded: decoded values are not rounded to E, as in kernels that fold scales into scores and probabilities, which
+    contract section 3 leaves them free to do.
+    """
     T, H, _ = query.shape
     softmax = _Softmax(
         query,
@@ -379,11 +387,11 @@ def paged_attention(
     with np.errstate(all="ignore"):
         if shared_prefix is not None:
             ids, start = np.asarray(shared_prefix[0]), int(shared_prefix[1])
-            prefix = _read(cache, layer, ids, start, query.dtype, 0, 1)
+            prefix = _read(cache, layer, ids, start, query.dtype, 0, 1, not folded)
         for b, (lo, hi) in enumerate(_ranges(q_offsets, T)):
             if lo == hi:
                 continue
-            own, k, v = _read(cache, layer, page_table[b], int(kv_lens[b]), query.dtype, cp_rank, cp_size)
+            own, k, v = _read(cache, layer, page_table[b], int(kv_lens[b]), query.dtype, cp_rank, cp_size, not folded)
             history = int(kv_lens[b]) - (hi - lo)
             s = own + start
             if prefix is not None:

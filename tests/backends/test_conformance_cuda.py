@@ -19,6 +19,7 @@ if reason is not None:
 
 class TestCuda(conformance.Conformance):
     implementation = "cuda"
+    folds_scales = True
 
     def refusal(self, spec):
         return conformance.declined(spec, self.implementation)

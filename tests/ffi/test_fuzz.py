@@ -20,19 +20,22 @@ from jax_turboattn.backends import ffi
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 INT32 = np.iinfo(np.int32)
 
-# --- the standalone driver (fuzz_cpu.cc), built with sanitizers ----------------------------------------------------------------------------
+# --- standalone drivers (fuzz_*.cc), built with sanitizers ----------------------------------------------------------------------------
 
-SOURCES = [
-    ROOT / "tests/ffi/fuzz_cpu.cc",
-    ROOT / "ffi/core/desc.cc",
-    *(p for p in sorted((ROOT / "ffi/kernels/cpu").glob("*.cc")) if p.name != "registry_table.cc"),
-]
+SOURCES = {
+    "fuzz_cpu": [
+        ROOT / "tests/ffi/fuzz_cpu.cc",
+        ROOT / "ffi/core/desc.cc",
+        *(p for p in sorted((ROOT / "ffi/kernels/cpu").glob("*.cc")) if p.name != "registry_table.cc"),
+    ],
+    "fuzz_new_rows": [ROOT / "tests/ffi/fuzz_new_rows.cc"],
+}
 SANITIZE = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 
 @functools.cache
-def driver(*flags: str) -> pathlib.Path:
-    """Builds the driver, once for each state of the sources: the objects are kept under build/."""
+def driver(name: str, *flags: str) -> pathlib.Path:
+    """Builds a driver, once for each state of the sources: the objects are kept under build/."""
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler: set CXX")
@@ -43,26 +46,28 @@ def driver(*flags: str) -> pathlib.Path:
         "-Wall",
         "-Wextra",
         "-Werror",
+        "-Wno-unknown-pragmas",  # nvcc's, in headers that a GPU's code shares
         "-pthread",
         f"-I{ROOT / 'ffi'}",
         *flags,
     ]
     state = hashlib.sha256(" ".join(command).encode())
-    for path in [*SOURCES, *sorted((ROOT / "ffi").rglob("*.h")), *sorted((ROOT / "ffi").rglob("*.inl"))]:
+    headers = (path for end in ("h", "inl", "cuh") for path in sorted((ROOT / "ffi").rglob(f"*.{end}")))
+    for path in [*SOURCES[name], *headers]:
         state.update(path.read_bytes())
     folder = ROOT / "build" / "fuzz" / state.hexdigest()[:16]
-    program = folder / "fuzz_cpu"
+    program = folder / name
     if program.exists():
         return program
     folder.mkdir(parents=True, exist_ok=True)
-    objects = [folder / f"{path.stem}.{os.getpid()}.o" for path in SOURCES]
+    objects = [folder / f"{path.stem}.{os.getpid()}.o" for path in SOURCES[name]]
     compiles = [
         subprocess.Popen([*command, "-c", str(path), "-o", str(out)], stderr=subprocess.PIPE)
-        for path, out in zip(SOURCES, objects)
+        for path, out in zip(SOURCES[name], objects)
     ]
     failed = [process.stderr.read().decode() for process in compiles if process.wait() != 0]
     assert not failed, failed[0]
-    linked = folder / f"fuzz_cpu.{os.getpid()}"
+    linked = folder / f"{name}.{os.getpid()}"
     subprocess.run([*command, *map(str, objects), "-o", str(linked)], check=True)
     for path in objects:
         path.unlink()
@@ -76,20 +81,25 @@ def run_driver(program: pathlib.Path, count: int, seed: int) -> None:
 
 
 def test_kernels_under_sanitizers():
-    run_driver(driver(*SANITIZE), 500, 1)
+    run_driver(driver("fuzz_cpu", *SANITIZE), 500, 1)
+
+
+def test_new_rows_of_a_fused_step():
+    """The decode kernel's choice of who stores what, on the host."""
+    run_driver(driver("fuzz_new_rows", *SANITIZE), 20_000, 1)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(2, 6))
 def test_kernels_under_sanitizers_long(seed):
-    run_driver(driver(*SANITIZE), 10_000, seed)
+    run_driver(driver("fuzz_cpu", *SANITIZE), 10_000, seed)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("bits", [128, 256])
 def test_kernels_with_narrow_vectors(bits):
     """The versions that this machine would not choose agree with the double-precision loops too."""
-    run_driver(driver(*SANITIZE, f"-DTURBOATTN_WIDEST_VECTOR={bits}"), 3_000, 1)
+    run_driver(driver("fuzz_cpu", *SANITIZE, f"-DTURBOATTN_WIDEST_VECTOR={bits}"), 3_000, 1)
 
 
 # --- the handlers, through JAX ---------------------------------------------------------------------------------------------------------------

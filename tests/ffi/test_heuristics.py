@@ -44,6 +44,15 @@ def test_a_mixed_batch_runs_both():
     assert found["decode_q_len"] == 4
 
 
+def test_decode_appends_where_it_runs_alone():
+    assert plan(batch=64, num_tokens=64)["decode_appends"]
+    assert plan(batch=300, num_tokens=128)["decode_appends"]
+    assert not plan(batch=300, num_tokens=129)["decode_appends"]  # all could be one sequence's, in many units
+    assert not plan(batch=64, num_tokens=65)["decode_appends"]  # there is a prefill kernel too
+    assert not plan(batch=64, num_tokens=64, batch_invariant=True)["decode_appends"]
+    assert not plan(batch=64, num_tokens=64, num_heads=0)["decode_appends"]  # nothing runs
+
+
 def test_workspace_does_not_grow_with_batch_or_context():
     small, large = plan(batch=2, num_tokens=2), plan(batch=4096, num_tokens=4096, max_keys=1 << 20)
     assert small["workspace_bytes"] == large["workspace_bytes"] < 8 << 20

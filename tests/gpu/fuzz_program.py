@@ -26,7 +26,7 @@ import jax_turboattn as ta
 H, K, D, P, N, M, B, T, L = 4, 2, 64, 16, 40, 6, 5, 40, 2
 INT32 = np.iinfo(np.int32)
 DTYPE = "bfloat16"
-PAGED = [(op, kv) for op in ("attention", "ranked", "decode", "step") for kv in (DTYPE, "int8")]
+PAGED = [(op, kv) for op in ("attention", "ranked", "decode", "step", "few") for kv in (DTYPE, "int8")]
 STORAGE = [(op, kv) for op in ("append", "gather", "copy") for kv in (DTYPE, "int8", "int4", "float8_e4m3fn")]
 PROGRAMS = [*PAGED, *STORAGE, ("ragged", DTYPE), ("dense", DTYPE)]
 
@@ -126,6 +126,11 @@ def calls(implementation: str) -> dict[str, Callable]:
     def step(cache, index):
         return ta.paged_attention_step(query, key, value, cache, **take(index, *paged, *written), rope=rope, **common)
 
+    def few(cache, index):
+        """No more tokens than sequences: the decode kernel appends."""
+        named = take(index, *paged, "read_only_pages", "local_window_size") | {"positions": index["positions"][:B]}
+        return ta.paged_attention_step(query[:B], key[:B], value[:B], cache, **named, rope=rope, **common)
+
     def append(cache, index):
         return ta.append_kv(cache, key, value, **take(index, *paged, *written), rope=rope, **common)
 
@@ -144,7 +149,7 @@ def calls(implementation: str) -> dict[str, Callable]:
         names = ("query_seq_lengths", "key_value_seq_lengths", "query_offset", "segment_ids", "local_window_size")
         return ta.attention(*batched, is_causal=True, **take(index, *names), **common)
 
-    functions = (attention, ranked, decode, step, append, gather, copy, ragged, dense)
+    functions = (attention, ranked, decode, step, few, append, gather, copy, ragged, dense)
     return {f.__name__: f for f in functions}
 
 

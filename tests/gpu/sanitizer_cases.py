@@ -90,8 +90,12 @@ def prefill(rng, row):
 
 
 def decode(rng, row):
-    query = normal(rng, row["dtype"], B, H, dims(row)[0])
-    return ta.paged_decode, (query, cache(rng, row), page_table(rng), KV_LENS)
+    """A fused step: paged_decode and more, since a call with no more tokens than sequences appends as it goes."""
+    head_dim, value_dim = dims(row)
+    new = [normal(rng, row["dtype"], B, heads, d) for heads, d in ((H, head_dim), (K, head_dim), (K, value_dim))]
+    offsets = np.array([0, 1, 3, 4, 4], np.int32)
+    step = functools.partial(ta.paged_attention_step, rope=ta.RopeConfig(dim=head_dim))
+    return step, (*new, cache(rng, row), page_table(rng), KV_LENS, offsets)
 
 
 def merge(rng, row):

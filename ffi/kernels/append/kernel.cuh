@@ -5,9 +5,10 @@
 #define TURBOATTN_KERNELS_APPEND_KERNEL_CUH_
 
 #include "core/params.h"
-#include "kernels/append/row.cuh"
 #include "kernels/append/tokens.cuh"
 #include "kernels/append/traits.h"
+#include "kernels/common/append_pairs.cuh"
+#include "kernels/common/append_row.cuh"
 #include "kernels/common/chunk.cuh"
 #include "kernels/common/rope.h"
 
@@ -21,7 +22,8 @@ namespace turboattn::append {
 template <int kWidth>
 constexpr int kRowLanes = kWidth / (2 * kChunk);
 
-// The eight turns of a lane, those of pair i of each lane first: two of them are one conflict-free 16-byte access.
+// Where turn j lies among those of its token: of each lane the first two, then of each lane the next two. Two of them
+// are one conflict-free 16-byte access.
 template <int kWidth>
 struct LaneTurns {
   static constexpr int kLanes = kRowLanes<kWidth>;
@@ -53,100 +55,82 @@ __device__ inline void RotateLane(const SinCos* s_turns, int lane, float (&x)[2]
   }
 }
 
-// Words and not elements: taking them apart would wait for the load.
+// A lane's part of a row: four pairs of either half.
 struct LaneRow {
   uint4 half[2];
 };
 
-// The lane's part of row r of the block: the tokens' K rows come first, then their V rows; `side_rows` each. Zeros past
-// the last row.
-template <class E, int kWidth>
-__device__ inline LaneRow LoadLaneRow(const AppendParams& params, int64_t first, int side_rows, int rows, int r) {
-  static_assert(sizeof(Chunk<E>) == sizeof(uint4));
-  LaneRow row{};
-  if (r >= rows) return row;
-  const bool is_key = r < side_rows;
-  const int64_t source_row = first * params.cache.num_kv_heads + (is_key ? r : r - side_rows);
-  const int64_t element = source_row * kWidth + threadIdx.x % kRowLanes<kWidth> * kChunk;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    row.half[h] = static_cast<const uint4*>(is_key ? params.key : params.value)[(element + h * (kWidth / 2)) / kChunk];
-  }
-  return row;
+// chunk: the index of the lane's first chunk.
+template <int kWidth>
+__device__ inline LaneRow LoadLaneRow(const void* source, int64_t chunk) {
+  const uint4* chunks = static_cast<const uint4*>(source) + chunk;
+  return {chunks[0], chunks[kRowLanes<kWidth>]};
 }
 
-template <class Traits, int kWidth>
-__device__ inline void StoreLaneRow(const AppendParams& params, const LaneRow& loaded, const Place* s_place,
-                                    const SinCos* s_turns, int side_rows, int rows, int r) {
+// Row `row` of the pool, kv head `head`. Run by whole warps; rows that are not `written` only take part in the exchange
+// of values. turns: of the row's token.
+template <class Traits, int kWidth, bool kIsKey>
+__device__ inline void StoreLaneRow(const AppendParams& params, const LaneRow& loaded, int64_t row, int head, int layer,
+                                    bool written, const SinCos* turns) {
   using E = typename Traits::E;
   constexpr DType kKv = Traits::kKvDType;
   constexpr int kLanes = kRowLanes<kWidth>;
-  const KvCache& cache = params.cache;
+  Side side = SideOf(params, kIsKey);
+  side.width = kWidth;  // it is; so the compiler knows
   const int lane = threadIdx.x % kLanes;
-  const unsigned heads = static_cast<unsigned>(cache.num_kv_heads);
-  const bool is_key = r < side_rows;
-  const unsigned side_row = r < rows ? (is_key ? r : r - side_rows) : 0;
-  const unsigned t = side_row / heads, head = side_row % heads;
-  const Place& place = s_place[t];
-  const bool written = r < rows && place.page != kUnmapped;
-  const Side side = SideOf(params, is_key);
-
-  float x[2][kChunk];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-#pragma unroll
-    for (int e = 0; e < kChunk; ++e) x[h][e] = ToFloat(reinterpret_cast<const Chunk<E>&>(loaded.half[h]).e[e]);
-  }
-  const int64_t bias_element = int64_t{head} * kWidth + lane * kChunk;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) AddBias<E>(side, params.bias_dtype, bias_element + h * (kWidth / 2), x[h]);
-  const bool rotated = is_key && params.rope.dim != 0;
-  if (written && rotated) {
-    const SinCos* turns = s_turns + t * (kWidth / 2);
-    params.rope.interleaved ? RotateLane<kWidth, true>(turns, lane, x) : RotateLane<kWidth, false>(turns, lane, x);
-  }
-
-  [[maybe_unused]] RowScale scale{};
-  if constexpr (Traits::kIsQuantised) {
-    if (rotated || side.bias != nullptr) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int e = 0; e < kChunk; ++e) x[h][e] = RoundTo<E>(x[h][e]);
-      }
-    }
-  }
-  if constexpr (kHasRowParams<kKv>) {
-    float min = Infinity(), max = -Infinity(), poison = 0.f;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-#pragma unroll
-      for (int e = 0; e < kChunk; ++e) {
-        min = fminf(min, x[h][e]);
-        max = fmaxf(max, x[h][e]);
-        poison = fmaf(x[h][e], 0.f, poison);
-      }
-    }
-    scale = GroupRowScale<E, Traits::kBits, kLanes>(min, max, poison);
-  }
-  if (!written) return;
-  const int64_t row = CacheRow(cache, place.page, head, place.slot);
-  if constexpr (kHasRowParams<kKv>) {
-    if (lane == 0) StoreRowScale<E>(side, row, scale);
-  }
   [[maybe_unused]] float fp8_scale = 0.f;
   if constexpr (kKv == DType::kFloat8E4M3) {
-    fp8_scale = static_cast<const float*>(side.params)[place.layer * cache.num_kv_heads + head];
+    if (written) fp8_scale = static_cast<const float*>(side.params)[layer * params.cache.num_kv_heads + head];
   }
-  const RowEncoder<Traits::kBits> encoder(scale);
+
+  uint32_t pairs[kChunk] = {loaded.half[0].x, loaded.half[0].y, loaded.half[0].z, loaded.half[0].w,
+                            loaded.half[1].x, loaded.half[1].y, loaded.half[1].z, loaded.half[1].w};
+  float x[2][kChunk];
+  const auto unpack = [&] {
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    StoreEncoded<Traits>(side, row, h * (kWidth / 2) + lane * kChunk, encoder, fp8_scale, x[h]);
+    for (int i = 0; i < kChunk; ++i) {
+      x[i / 4][i % 4 * 2] = Low<E>(pairs[i]);
+      x[i / 4][i % 4 * 2 + 1] = High<E>(pairs[i]);
+    }
+  };
+  const bool rotated = kIsKey && params.rope.dim != 0;
+  if (rotated || side.bias != nullptr) {
+    unpack();
+    const int64_t bias_element = int64_t{head} * kWidth + lane * kChunk;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) AddBias<E>(side, params.bias_dtype, bias_element + h * (kWidth / 2), x[h]);
+    if (rotated) {
+      params.rope.interleaved ? RotateLane<kWidth, true>(turns, lane, x) : RotateLane<kWidth, false>(turns, lane, x);
+    }
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) pairs[i] = RoundPair<E>(x[i / 4][i % 4 * 2], x[i / 4][i % 4 * 2 + 1]);
+  }
+
+  if constexpr (!Traits::kIsQuantised) {
+    NormaliseNans<E>(pairs);
+    if (!written) return;
+    uint4* chunks = static_cast<uint4*>(side.pool) + row * (kWidth / kChunk) + lane;
+    chunks[0] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+    chunks[kLanes] = {pairs[4], pairs[5], pairs[6], pairs[7]};
+  } else {
+    [[maybe_unused]] RowScale scale{};
+    if constexpr (kHasRowParams<kKv>) scale = PairsRowScale<E, Traits::kBits, kLanes>(pairs);
+    if (!written) return;
+    if constexpr (kHasRowParams<kKv>) {
+      if (lane == 0) StoreRowScale<E>(side, row, scale);
+    }
+    const RowEncoder<Traits::kBits> encoder(scale);
+    unpack();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      StoreEncoded<Traits>(side, row, h * (kWidth / 2) + lane * kChunk, encoder, fp8_scale, x[h]);
+    }
   }
 }
 
 // Block i takes tokens i * block_tokens and on. D and, where there are values, Dv are kWidth; RoPE turns whole rows or
-// none. Dynamic shared memory: the turns.
+// none. A lane moves its part of a (token, head) row of K, then of V, then of the next row; it asks for the next row of
+// either as soon as the one before has been stored. Dynamic shared memory: the turns.
 template <class Traits, int kWidth>
 __global__ void __launch_bounds__(kMaxWarps* kWarp, kMinBlocks)
     AppendKernel(const __grid_constant__ AppendParams params, int block_tokens) {
@@ -154,23 +138,55 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, kMinBlocks)
   __shared__ int s_owner[kMaxTokens];
   __shared__ Place s_place[kMaxTokens];
   SinCos* s_turns = reinterpret_cast<SinCos*>(s_dynamic);
+  constexpr int kPairs = kWidth / 2;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * block_tokens;
   const int64_t left = params.seqs.num_tokens - first;
   const int count = left < block_tokens ? static_cast<int>(left) : block_tokens;
-  const int side_rows = count * static_cast<int>(params.cache.num_kv_heads);
-  const int rows = params.value != nullptr ? 2 * side_rows : side_rows;
-  const int step = blockDim.x / kRowLanes<kWidth>;
-  int r = threadIdx.x / kRowLanes<kWidth>;
+  const unsigned heads = static_cast<unsigned>(params.cache.num_kv_heads);
+  const unsigned rows = count * heads, step = blockDim.x / kRowLanes<kWidth>;
+  const unsigned page_size = static_cast<unsigned>(params.cache.page_size);
+  const bool has_value = params.value != nullptr;
 
   // The first rows are on their way while the block finds out where they go.
-  auto loaded = LoadLaneRow<typename Traits::E, kWidth>(params, first, side_rows, rows, r);
-  PlaceTokens(params, first, count, s_owner, s_place, s_turns, LaneTurns<kWidth>{params.rope.interleaved});
+  unsigned r = threadIdx.x / kRowLanes<kWidth>;
+  int64_t chunk = (first * heads + r) * (kWidth / kChunk) + threadIdx.x % kRowLanes<kWidth>;
+  LaneRow key{}, value{};
+  if (r < rows) {
+    key = LoadLaneRow<kWidth>(params.key, chunk);
+    if (has_value) value = LoadLaneRow<kWidth>(params.value, chunk);
+  }
+  PlaceTokens(params, first, count, s_owner, s_place);
+  if (params.rope.dim != 0) {
+    TurnTokens(params.rope, kPairs, first, count, s_place, s_turns, LaneTurns<kWidth>{params.rope.interleaved});
+  }
+
+  const unsigned step_tokens = step / heads, step_heads = step % heads;
+  unsigned t = r / heads, head = r % heads;
   // All lanes of a warp stay until its first row is past the end: they exchange values.
-  const int row_in_warp = static_cast<int>(threadIdx.x % kWarp) / kRowLanes<kWidth>;
-  for (; r - row_in_warp < rows; r += step) {
-    const auto next = LoadLaneRow<typename Traits::E, kWidth>(params, first, side_rows, rows, r + step);
-    StoreLaneRow<Traits, kWidth>(params, loaded, s_place, s_turns, side_rows, rows, r);
-    loaded = next;
+  const unsigned row_in_warp = threadIdx.x % kWarp / kRowLanes<kWidth>;
+  while (r - row_in_warp < rows) {
+    const unsigned token = r < rows ? t : 0;
+    const int64_t page = s_place[token].page;
+    const int layer = s_place[token].layer;
+    const bool written = r < rows && page != kUnmapped;
+    // CacheRow, without products of 64 bits: see Launch.
+    const int64_t row = static_cast<int64_t>(uint64_t{static_cast<unsigned>(page)} * (heads * page_size) +
+                                             (head * page_size + static_cast<unsigned>(s_place[token].slot)));
+    const SinCos* turns = s_turns + token * kPairs;
+    r += step;
+    chunk += step * (kWidth / kChunk);
+    StoreLaneRow<Traits, kWidth, true>(params, key, row, head, layer, written, turns);
+    if (r < rows) key = LoadLaneRow<kWidth>(params.key, chunk);
+    if (has_value) {
+      StoreLaneRow<Traits, kWidth, false>(params, value, row, head, layer, written, turns);
+      if (r < rows) value = LoadLaneRow<kWidth>(params.value, chunk);
+    }
+    t += step_tokens;
+    head += step_heads;
+    if (head >= heads) {
+      head -= heads;
+      ++t;
+    }
   }
 }
 
@@ -195,7 +211,8 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
   const int64_t first = static_cast<int64_t>(blockIdx.x) * block_tokens;
   const int64_t left = params.seqs.num_tokens - first;
   const int count = left < block_tokens ? static_cast<int>(left) : block_tokens;
-  PlaceTokens(params, first, count, s_owner, s_place, s_turns, [](int j) { return j; });
+  PlaceTokens(params, first, count, s_owner, s_place);
+  if (pairs != 0) TurnTokens(params.rope, pairs, first, count, s_place, s_turns, [](int j) { return j; });
 
   const int heads = static_cast<int>(params.cache.num_kv_heads), side_rows = count * heads;
   const int rows = params.value != nullptr ? 2 * side_rows : side_rows;

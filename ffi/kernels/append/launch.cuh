@@ -18,11 +18,18 @@ inline int BlockTokens(const AppendParams& params, int64_t token_rows, int64_t r
   return static_cast<int>(std::clamp<int64_t>(std::min(rows / token_rows, filling), 1, limit));
 }
 
+// Rows of K, and of V, that a block moves at a time.
+template <int kWidth>
+constexpr int64_t kPassRows = kMaxWarps * kWarp / kRowLanes<kWidth>;
+
+template <int kWidth>
+int RegisterBlockTokens(const AppendParams& params) {
+  return BlockTokens(params, params.cache.num_kv_heads, 4 * kPassRows<kWidth>, kMaxTokens);
+}
+
 template <class Traits, int kWidth>
-cudaError_t LaunchRegisters(const AppendParams& params, int64_t token_rows, cudaStream_t stream) {
-  constexpr int64_t kBlockRows = kMaxWarps * kWarp / kRowLanes<kWidth>;
-  const int block_tokens = BlockTokens(params, token_rows, 2 * kBlockRows, kMaxTokens);
-  const int64_t lanes = std::min(block_tokens * token_rows, kBlockRows) * kRowLanes<kWidth>;
+cudaError_t LaunchRegisters(const AppendParams& params, int block_tokens, cudaStream_t stream) {
+  const int64_t lanes = std::min(block_tokens * params.cache.num_kv_heads, kPassRows<kWidth>) * kRowLanes<kWidth>;
   const auto threads = static_cast<unsigned>((lanes + kWarp - 1) / kWarp * kWarp);
   const auto blocks = static_cast<unsigned>((params.seqs.num_tokens + block_tokens - 1) / block_tokens);
   const int64_t turn_bytes = block_tokens * (params.rope.dim / 2) * static_cast<int64_t>(sizeof(SinCos));
@@ -66,14 +73,16 @@ cudaError_t Launch(const AppendParams& params, cudaStream_t stream) {
   const int64_t token_rows = cache.num_kv_heads * (has_value ? 2 : 1);
   const bool one_width = !has_value || cache.value_dim == cache.head_dim;
   const bool whole_rope = params.rope.dim == 0 || params.rope.dim == cache.head_dim;
-  if (one_width && whole_rope) {
+  // AppendKernel multiplies in 32 bits.
+  const bool small = cache.num_layers * cache.num_pages <= INT_MAX && cache.num_kv_heads * cache.page_size <= INT_MAX;
+  if (one_width && whole_rope && small) {
     switch (cache.head_dim) {
       case 64:
-        return LaunchRegisters<Traits, 64>(params, token_rows, stream);
+        return LaunchRegisters<Traits, 64>(params, RegisterBlockTokens<64>(params), stream);
       case 128:
-        return LaunchRegisters<Traits, 128>(params, token_rows, stream);
+        return LaunchRegisters<Traits, 128>(params, RegisterBlockTokens<128>(params), stream);
       case 256:
-        return LaunchRegisters<Traits, 256>(params, token_rows, stream);
+        return LaunchRegisters<Traits, 256>(params, RegisterBlockTokens<256>(params), stream);
     }
   }
   return LaunchAny<Traits>(params, token_rows, stream);

@@ -49,22 +49,46 @@ __device__ inline Place PlaceToken(const AppendParams& params, int64_t token, in
   return {slot.page, slot.slot, FirstPosition(seqs) + position, owner, seqs.layer[owner]};
 }
 
-// s_place[count], and the turns of the tokens that have a place: turn j of token t is
-// s_turns[t * rope.dim / 2 + turn_index(j)]. Run by the whole block, and done when it returns.
-template <class TurnIndex>
-__device__ inline void PlaceTokens(const AppendParams& params, int64_t first, int count, int* s_owner, Place* s_place,
-                                   SinCos* s_turns, TurnIndex turn_index) {
+// s_place[count]. Run by the whole block, and done when it returns.
+__device__ inline void PlaceTokens(const AppendParams& params, int64_t first, int count, int* s_owner, Place* s_place) {
   FindOwners(params.seqs, first, count, s_owner);
-  const int thread = threadIdx.x;
-  if (thread < count) s_place[thread] = PlaceToken(params, first + thread, s_owner[thread]);
+  const int t = threadIdx.x;
+  if (t < count) s_place[t] = PlaceToken(params, first + t, s_owner[t]);
   __syncthreads();
-  const int pairs = params.rope.dim / 2;
-  if (pairs == 0) return;
-  for (int i = thread; i < count * pairs; i += blockDim.x) {
-    const int t = i / pairs, j = i % pairs;
-    const Place& place = s_place[t];
-    if (place.page == kUnmapped) continue;
-    s_turns[t * pairs + turn_index(j)] = RopeSinCos(params.rope, place.sequence, j, first + t, place.rope_position);
+}
+
+// Calls column_turn(j), and what that returned with each token that has a place, by all threads together: the result is
+// turn j < pairs of token t, s_turns[t * pairs + turn_index(j)].
+template <class TurnIndex, class ColumnTurn>
+__device__ inline void FillTurns(int pairs, int count, const Place* s_place, SinCos* s_turns, TurnIndex turn_index,
+                                 ColumnTurn column_turn) {
+  const int threads = blockDim.x, thread = threadIdx.x;
+  const bool wide = threads >= pairs;  // then divisions are by `pairs`, which the usual caller knows when compiled
+  const int groups = wide ? threads / pairs : 1, group = wide ? thread / pairs : 0;
+  if (group >= groups) return;
+  for (int j = wide ? thread % pairs : thread; j < pairs; j += threads) {
+    const auto turn = column_turn(j);
+    SinCos* to = s_turns + turn_index(j);
+    for (int t = group; t < count; t += groups) {
+      if (s_place[t].page != kUnmapped) to[t * pairs] = turn(t);
+    }
+  }
+}
+
+// All turns of the block's tokens, by the whole block; done when it returns.
+template <class TurnIndex>
+__device__ inline void TurnTokens(const RopeParams& rope, int pairs, int64_t first, int count, const Place* s_place,
+                                  SinCos* s_turns, TurnIndex turn_index) {
+  if (rope.turns != nullptr && rope.positions == nullptr) {  // apart, as it is usual and short
+    FillTurns(pairs, count, s_place, s_turns, turn_index, [&](int j) {
+      return [&, step = RopeStep(rope.turns, j)](int t) {
+        return RopeTurn(rope, RopeAngle(step, s_place[t].rope_position));
+      };
+    });
+  } else {
+    FillTurns(pairs, count, s_place, s_turns, turn_index, [&](int j) {
+      return [&, j](int t) { return RopeSinCos(rope, s_place[t].sequence, j, first + t, s_place[t].rope_position); };
+    });
   }
   __syncthreads();
 }

@@ -7,6 +7,11 @@
 //   AcrossRows(word, low, high, pairs)  the halves of the word are of two rows: pair i is code i of both halves
 //   UnitElement(unit, i)                which element of a 16-byte chunk is code i of its 16-bit unit `unit`, as
 //                                       AcrossRows counts codes
+//   KeyCodes(word, pairs)               as Neighbours, but the codes themselves, in fp16
+//   ValueCodes(word, pairs)             as AcrossRows, likewise
+//
+// Codes that are not scaled take a quarter of the instructions of decoded ones; scales and zeros are then factors of
+// scores and of probabilities. fp16 holds all integers up to 2048 and every e4m3.
 #ifndef TURBOATTN_KERNELS_COMMON_CODEC_CUH_
 #define TURBOATTN_KERNELS_COMMON_CODEC_CUH_
 
@@ -43,9 +48,9 @@ constexpr uint32_t kMaxFinitePair = std::is_same_v<E, bf16> ? 0x7f7f7f7fu : 0x7b
 // finite or all NaN: Inf is an overflow, which saturates.
 template <class E>
 __device__ __forceinline__ uint32_t DecodePair(float low, float high, RowScale low_scale, RowScale high_scale) {
-  return ClampPair<E>(Pack<E>(__fmaf_rn(low, low_scale.scale, low_scale.zero),
-                              __fmaf_rn(high, high_scale.scale, high_scale.zero)),
-                      kMaxFinitePair<E>);
+  return ClampPair<E>(
+      Pack<E>(__fmaf_rn(low, low_scale.scale, low_scale.zero), __fmaf_rn(high, high_scale.scale, high_scale.zero)),
+      kMaxFinitePair<E>);
 }
 
 }  // namespace turboattn

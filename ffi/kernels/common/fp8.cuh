@@ -32,6 +32,15 @@ struct Codec<E, DType::kFloat8E4M3> {
 
   static __device__ __forceinline__ int UnitElement(int unit, int i) { return 2 * unit + i; }
 
+  static __device__ __forceinline__ void KeyCodes(uint32_t word, uint32_t (&pairs)[2]) {
+    pairs[0] = Fp8ToFp16(word);
+    pairs[1] = Fp8ToFp16(word >> 16);
+  }
+
+  static __device__ __forceinline__ void ValueCodes(uint32_t word, uint32_t (&pairs)[2]) {
+    KeyCodes(__byte_perm(word, 0, 0x3120), pairs);
+  }
+
  private:
   static __device__ __forceinline__ float Low(uint32_t pair) { return ToFloat(fp16{static_cast<uint16_t>(pair)}); }
   static __device__ __forceinline__ float High(uint32_t pair) { return Low(pair >> 16); }

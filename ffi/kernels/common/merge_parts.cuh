@@ -25,17 +25,20 @@ template <class E, int kDim, class Params, class PartOf>
 __device__ void MergeParts(const Params& params, int parts, PartOf part_of, int64_t token, int head) {
   constexpr int kColumns = kDim / kWarp;  // of a lane
   const int lane = threadIdx.x % kWarp;
-  float max = -Infinity();
-  for (int i = lane; i < parts; i += kWarp) max = fmaxf(max, *part_of(i).max);
+  // A lane has the states of every 32nd part; those of the first it keeps.
+  const PartRow first = part_of(lane < parts ? lane : 0);
+  const float first_max = *first.max, first_sum = *first.sum;
+  float max = first_max;
+  for (int i = lane + kWarp; i < parts; i += kWarp) max = fmaxf(max, *part_of(i).max);
   for (int step = kWarp / 2; step > 0; step /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
   float sum = 0.f, x[kColumns] = {};
   for (int base = 0; base < parts; base += kWarp) {
     // A lane weighs a part, then all lanes add the parts up.
     float weight = 0.f, part_sum = 0.f;
     if (base + lane < parts) {
-      const PartRow part = part_of(base + lane);
-      weight = *part.max == -Infinity() ? 0.f : Exp2(*part.max - max);
-      part_sum = *part.sum;
+      const float part_max = base == 0 ? first_max : *part_of(base + lane).max;
+      weight = part_max == -Infinity() ? 0.f : Exp2(part_max - max);
+      part_sum = base == 0 ? first_sum : *part_of(base + lane).sum;
     }
     const int count = min(kWarp, parts - base);
 #pragma unroll 8

@@ -17,6 +17,13 @@ struct TokenRange {
   int64_t hi;  // lo <= hi
 };
 
+// a / b for a >= 0, b > 0. A 64-bit division takes a GPU some 100 instructions, a 32-bit one 20, and the operands
+// nearly always fit.
+TA_HD int64_t Divide(int64_t a, int64_t b) {
+  if (((a | b) >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+  return a / b;
+}
+
 TA_HD int64_t Clamp(int64_t x, int64_t lo, int64_t hi) { return x < lo ? lo : x > hi ? hi : x; }
 
 // Rows [lo, hi) of a packed array of `rows` rows that range b of ranges[B,2] claims.
@@ -49,6 +56,11 @@ TA_HD int64_t LocalKeyCount(int64_t limit, int64_t cp_rank, int64_t cp_size) {
   return limit > cp_rank ? (limit - cp_rank + cp_size - 1) / cp_size : 0;
 }
 
+// Number of the rank's key at global position `position` >= 0, if it is the rank's at all.
+TA_HD int64_t LocalKey(int64_t position, int64_t cp_size) {
+  return cp_size == 1 ? position : Divide(position, cp_size);
+}
+
 // Position of the sequences' own first tokens.
 TA_HD int64_t FirstPosition(const Sequences& seqs) { return seqs.prefix_len != nullptr ? *seqs.prefix_len : 0; }
 
@@ -74,9 +86,27 @@ TA_HD int64_t CacheRow(const KvCache& cache, int64_t page, int64_t head, int64_t
   return (page * cache.num_kv_heads + head) * cache.page_size + slot;
 }
 
-// Where sequence b's token at global position `position` is written: (page from PageAt, slot), or page == kUnmapped
-// when the write must be dropped: a position outside [0, M * P * cp_size), another rank's token, a read-only or an
-// unmapped page.
+// Where sequence b's token at global position `position` belongs: (column of its page table, slot). column == kUnmapped
+// when it must not be written: a position outside [0, M * P * cp_size), another rank's token, a read-only page.
+struct WriteColumn {
+  int64_t column;
+  int64_t slot;
+};
+
+TA_HD WriteColumn FindWriteColumn(const KvCache& cache, const Sequences& seqs, const int32_t* read_only_pages,
+                                  int64_t b, int64_t position) {
+  const WriteColumn dropped = {kUnmapped, 0};
+  const int64_t rank = CpRank(seqs, b);
+  if (rank == kUnmapped || position < 0) return dropped;
+  const int64_t local = LocalKey(position, seqs.cp_size);
+  if (position - local * seqs.cp_size != rank) return dropped;
+  const int64_t column = Divide(local, cache.page_size);
+  if (column >= seqs.max_pages) return dropped;
+  if (read_only_pages != nullptr && column < read_only_pages[b]) return dropped;
+  return {column, local - column * cache.page_size};
+}
+
+// The same with the page from PageAt in place of its column; page == kUnmapped where that is unmapped, too.
 struct WriteSlot {
   int64_t page;
   int64_t slot;
@@ -84,14 +114,8 @@ struct WriteSlot {
 
 TA_HD WriteSlot FindWriteSlot(const KvCache& cache, const Sequences& seqs, const int32_t* read_only_pages, int64_t b,
                               int64_t position) {
-  const WriteSlot dropped = {kUnmapped, 0};
-  const int64_t rank = CpRank(seqs, b);
-  if (rank == kUnmapped || position < 0 || position % seqs.cp_size != rank) return dropped;
-  const int64_t local = position / seqs.cp_size;
-  const int64_t column = local / cache.page_size;
-  if (column >= seqs.max_pages) return dropped;
-  if (read_only_pages != nullptr && column < read_only_pages[b]) return dropped;
-  return {PageAt(cache, seqs, b, column), local % cache.page_size};
+  const WriteColumn to = FindWriteColumn(cache, seqs, read_only_pages, b, position);
+  return {to.column == kUnmapped ? kUnmapped : PageAt(cache, seqs, b, to.column), to.slot};
 }
 
 }  // namespace turboattn

@@ -71,10 +71,9 @@ __device__ __forceinline__ void Mma<bf16>(float (&c)[4], const uint32_t (&a)[4],
 }
 template <>
 __device__ __forceinline__ void Mma<fp16>(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Two floats, each rounded to E (half to even), `low` in the low half.
@@ -91,6 +90,25 @@ __device__ __forceinline__ uint32_t Pack<fp16>(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
+}
+
+// (a & b) | c, which the compiler makes two instructions of when b and c are constants.
+__device__ __forceinline__ uint32_t AndOr(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+
+// a + b and a * b + c of two fp16 each, rounded once.
+__device__ __forceinline__ uint32_t AddPair(uint32_t a, uint32_t b) {
+  uint32_t sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+__device__ __forceinline__ uint32_t FmaPair(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t sum;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
 }
 
 // Each of two E, cut to -limit .. limit; `limit`: two E too. NaN stays NaN.

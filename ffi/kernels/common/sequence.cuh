@@ -12,13 +12,6 @@
 
 namespace turboattn {
 
-// a / b for a >= 0, b > 0. A 64-bit division takes some 100 instructions, a 32-bit one 20, and the operands nearly
-// always fit.
-__device__ __forceinline__ int64_t Divide(int64_t a, int64_t b) {
-  if (((a | b) >> 32) == 0) return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
-  return a / b;
-}
-
 // The page sizes that PagedKeys takes: a group of 8 keys lies on one page.
 inline bool HasGroups(const KvCache& cache) {
   return cache.page_size >= 8 && (cache.page_size & (cache.page_size - 1)) == 0;

@@ -12,6 +12,7 @@
 #include "core/heuristics.h"
 #include "kernels/common/merge_parts.cuh"
 #include "kernels/decode/mainloop_sm80.cuh"
+#include "kernels/decode/new_rows.cuh"
 
 namespace turboattn::decode {
 
@@ -137,13 +138,24 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       }
       FillTileRows<kRows>(params, view, head, first_row, rows, &shared.rows);
       __syncthreads();
-      LoadQueryTile<E, kRows, kDim, kThreads>(params, b, shared.rows, rows, shared.query());
+      // A fused step's new rows are stored while the query is made ready. They pass through memory that is ring 1's.
+      const NewRows<Traits> new_rows(params, shared.view, shared.blocks, b, head, first_block,
+                                     first_block + num_blocks);
+      static_assert(sizeof(shared.query_at_first) <= sizeof(shared.rings[0]));
+      static_assert(kWarps * kDim * sizeof(float) <= sizeof(shared.rings[1]));
+      float* s_row = reinterpret_cast<float*>(&shared.rings[1]) + threadIdx.x / kWarp * kDim;
+      LoadQueryTile<E, kRows, kDim, kThreads>(params, b, shared.rows, rows, shared.query(),
+                                              [&] { new_rows.Store(s_row); });
+      if constexpr (Traits::kQuantised) {
+        MakeCodeQuery(shared);
+        __syncthreads();
+      }
 
       // A sequence without a key to see has one block in the list and none here.
       const int keyed = shared.blocks.total() == 0 ? 0 : num_blocks;
       MainloopSm80<Traits> mainloop(params, shared, b, head, first_block, keyed, q_len > 1 || view.has_tree);
       mainloop.Start();
-      __syncthreads();  // the rings take the query's place
+      __syncthreads();  // the rings take the query's place, and the new rows are in the cache
       mainloop.Run();
       __syncthreads();  // the rings become the exchange buffer
       mainloop.Publish();
@@ -204,15 +216,16 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
                   static_cast<int64_t>(gridDim.x) * kWarps);
 }
 
-// One warp a row: the partial results of its unit's slots, in their order. Grid-stride over (slot, row).
+// A block a slot, a warp a row: the partial results of the slot's unit, where the slot is the first of one, in their
+// order. Grid-stride over slots; blocks of other slots end at once.
 template <class Traits>
-__global__ void __launch_bounds__(kWarp) MergeSm80(const __grid_constant__ PagedAttentionParams params) {
+__global__ void __launch_bounds__(Traits::kRows* kWarp, 1024 / (Traits::kRows * kWarp))
+    MergeSm80(const __grid_constant__ PagedAttentionParams params) {
   constexpr int kRows = Traits::kRows, kDim = Traits::kDim;
   const WorkspaceView workspace(params);
-  const int64_t items = *workspace.slots_in_use * kRows, group = GroupOf(params);
-  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-    const int64_t slot = item / kRows;
-    const int row = static_cast<int>(item % kRows);
+  const int64_t slots = *workspace.slots_in_use, group = GroupOf(params);
+  const int row = threadIdx.x / kWarp;
+  for (int64_t slot = blockIdx.x; slot < slots; slot += gridDim.x) {
     const SlotInfo info = workspace.info[slot];
     if (info.parts == 0 || row >= info.rows) continue;
     const auto part_of = [&](int i) {

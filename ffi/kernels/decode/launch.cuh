@@ -12,7 +12,7 @@ namespace turboattn::decode {
 template <class Traits>
 cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) {
   constexpr int kBytes = sizeof(SharedSm80<Traits>);
-  static_assert(kBytes <= kMaxSharedBytes<Traits::kStoredBytes, Traits::kDim>);
+  static_assert(kBytes <= kMaxSharedBytes<Traits::kBlocks, Traits::kDim>);
   const auto kernel = &DecodeSm80<Traits>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   int device = 0, multiprocessors = 0, resident = 0;
@@ -31,9 +31,10 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
   const int64_t slots = params.batch_invariant ? params.plan.slots : 2 * blocks;
-  // 32 blocks reside on an SM. No slot, no sequence: one block that finds nothing.
-  const int64_t rows = std::max<int64_t>(1, std::min<int64_t>(slots * Traits::kRows, 32 * multiprocessors));
-  MergeSm80<Traits><<<static_cast<int>(rows), kWarp, 0, stream>>>(params);
+  // 1024 threads reside on an SM. No slot, no sequence: one block that finds nothing.
+  const int64_t merging =
+      std::clamp<int64_t>(slots, 1, 1024 / (Traits::kRows * kWarp) * static_cast<int64_t>(multiprocessors));
+  MergeSm80<Traits><<<static_cast<int>(merging), Traits::kRows * kWarp, 0, stream>>>(params);
   return cudaGetLastError();
 }
 

@@ -5,10 +5,14 @@
 //   O^T [D, rows]      += V^T [D, 16] P^T        A = V^T by ldmatrix.trans,     B = P^T, S^T transposed by movmatrix
 //
 // The columns of S^T and O^T are the same in every lane, so the softmax state of a column lives where its sums do.
-// Codes are decoded in registers between ldmatrix and mma. ldmatrix moves 16 bits, two or four codes, so the order of a
-// row's elements is permuted. A lane holds one word of each 16-byte chunk of a key, 4 or 8 neighbours: 4 of them are
-// its share of a step of 16 elements, and the query's fragments are loaded in the same order (QueryElement). Of a value
-// row it holds 16 bits of each chunk: two codes are rows g and g + 8 of a tile of O^T (ValueColumn).
+//
+// Codes become fp16 in registers between ldmatrix and mma, unscaled: a key is code * scale + zero, so its score is
+// scale * (q . code) + zero * sum(q), and a value's scale is a factor of its probability. Both products are then of
+// fp16 whatever E is; queries and scaled probabilities are brought into its range by powers of two.
+// ldmatrix moves 16 bits, two or four codes, so the order of a row's elements is permuted. A lane holds one word of
+// each 16-byte chunk of a key, 4 or 8 neighbours: 4 of them are its share of a step of 16 elements, and the query's
+// fragments are loaded in the same order (QueryElement). Of a value row it holds 16 bits of each chunk: two codes are
+// rows g and g + 8 of a tile of O^T (ValueColumn).
 #ifndef TURBOATTN_KERNELS_DECODE_MAINLOOP_SM80_CUH_
 #define TURBOATTN_KERNELS_DECODE_MAINLOOP_SM80_CUH_
 
@@ -41,6 +45,13 @@ struct WarpResults {
   float sum[kWarps][Traits::kRows];
 };
 
+// A row of the query tile against codes: the tile holds query / unit in fp16.
+template <int kRows>
+struct CodeQuery {
+  float unit[kRows];  // a power of two
+  float sum[kRows];   // of what the tile holds
+};
+
 // The query tile gives its place to the rings when it goes to registers.
 template <class Traits>
 struct SharedSm80 {
@@ -51,6 +62,7 @@ struct SharedSm80 {
   };
   alignas(128) typename Traits::E query_kept[Traits::kQueryInRegisters ? 8 : Traits::kRows * Traits::kDim];
   TileRows<Traits::kRows> rows;
+  CodeQuery<Traits::kQuantised ? Traits::kRows : 1> code_query;
   SequenceView view;
   BlockList<kDecodeKeys> blocks;
 
@@ -63,15 +75,62 @@ struct SharedSm80 {
   }
 };
 
+// The query tile for products with codes. fp16 has 11 bits from 2^-14 on: elements 2^28 times smaller than their row's
+// largest still have all of theirs. By the whole block; __syncthreads() before use.
+template <class Traits>
+__device__ void MakeCodeQuery(SharedSm80<Traits>& shared) {
+  using E = typename Traits::E;
+  constexpr int kChunks = Traits::kDim / kChunk;
+  const int lane = threadIdx.x % 32;
+  for (int row = threadIdx.x / 32; row < Traits::kRows; row += kWarps) {
+    const auto pair_at = [&](int d) {
+      return reinterpret_cast<uint32_t*>(shared.query() + SwizzledChunk<kChunks>(row, d / kChunk) * kChunk +
+                                         d % kChunk);
+    };
+    const auto halves = [](uint32_t pair, auto* low, auto* high) {
+      low->bits = static_cast<uint16_t>(pair);
+      high->bits = static_cast<uint16_t>(pair >> 16);
+    };
+    float top = 0.f;
+#pragma unroll
+    for (int d = 2 * lane; d < Traits::kDim; d += 64) {
+      E low, high;
+      halves(*pair_at(d), &low, &high);
+      top = fmaxf(top, fmaxf(fabsf(ToFloat(low)), fabsf(ToFloat(high))));  // NaN is left to itself
+    }
+    for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+    // The largest element becomes 2^14 .. 2^15; the unit and its inverse are normal numbers.
+    const int exponent = IsFinite(top) ? max(static_cast<int>(FloatToBits(top) >> 23) - 14, 27) : 127;
+    const float inverse = BitsToFloat(static_cast<uint32_t>(254 - exponent) << 23);
+    float sum = 0.f;
+#pragma unroll
+    for (int d = 2 * lane; d < Traits::kDim; d += 64) {
+      E low, high;
+      halves(*pair_at(d), &low, &high);
+      const uint32_t pair = Pack<fp16>(ToFloat(low) * inverse, ToFloat(high) * inverse);
+      *pair_at(d) = pair;
+      fp16 first, second;
+      halves(pair, &first, &second);
+      sum += ToFloat(first) + ToFloat(second);
+    }
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (lane == 0) {
+      shared.code_query.unit[row] = BitsToFloat(static_cast<uint32_t>(exponent) << 23);
+      shared.code_query.sum[row] = sum;
+    }
+  }
+}
+
 template <class Traits>
 struct MainloopSm80 {
   using E = typename Traits::E;
+  using Operand = std::conditional_t<Traits::kQuantised, fp16, E>;  // of both products
   using Codes = Codec<E, Traits::kKvDType>;
-  using Scale = typename Codes::Scale;
   static constexpr bool kRowParams = kHasRowParams<Traits::kKvDType>, kFp8 = Traits::kKvDType == DType::kFloat8E4M3;
   static constexpr int kDim = Traits::kDim, kColumns = Traits::kColumns, kSteps = Traits::kSteps;
   static constexpr int kStoredChunks = Traits::kStoredChunks;
-  static constexpr int kLookUp = 16;  // steps whose two groups of 8 keys the 32 lanes look up together
+  static constexpr float kMaxWeight = 0x1p15f;  // of a value's code, times probability: far below fp16's largest
+  static constexpr int kLookUp = 16;            // steps whose two groups of 8 keys the 32 lanes look up together
   static_assert(kSteps <= kLookUp);
 
   const PagedAttentionParams& params;
@@ -84,7 +143,8 @@ struct MainloopSm80 {
   const int64_t head;     // kv head
   const int first_block;  // of this part of the unit
   const int num_blocks;
-  const bool rows_differ;  // in what they see
+  const bool rows_differ;        // in what they see
+  int common_begin, common_end;  // steps whose keys of this warp all rows see, in the sequence's own run
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
 
@@ -97,7 +157,12 @@ struct MainloopSm80 {
   bool next_present = false;
   int group = kNoGroup;
   uint32_t mapped = 0, mapped_before = 0;  // by lane of the look-up, of the loader's batch of steps and the one before
-  Scale head_scale[2];                     // fp8: of K and V
+
+  // Codes.
+  float unit[kColumns][2], query_sum[kColumns][2];  // see CodeQuery
+  float zeros[kColumns][2] = {};                    // sum of probability * zero of the values
+  float weight_unit = 0x1p126f;                     // a value's code has the weight probability * scale * weight_unit
+  float head_scale[2];                              // fp8: of K and V
 
   __device__ MainloopSm80(const PagedAttentionParams& params, SharedSm80<Traits>& shared, int64_t b, int64_t head,
                           int first_block, int num_blocks, bool rows_differ)
@@ -113,9 +178,18 @@ struct MainloopSm80 {
         num_blocks(num_blocks),
         rows_differ(rows_differ) {
     for (int n = 0; n < kColumns; ++n) max[n][0] = max[n][1] = -Infinity();
+    // First key of step s, if that is of the own run: first + kDecodeKeys * s.
+    const RunRange common = blocks.common[kOwnRun];
+    const int64_t first =
+        (int64_t{blocks.first[kOwnRun]} + first_block - blocks.count[0]) * kDecodeKeys + warp * kWarpKeys;
+    const auto steps = [&](int64_t keys) {  // that start before `keys` more than `first`
+      return static_cast<int>(keys <= 0 ? 0 : ::min((keys + kDecodeKeys - 1) / kDecodeKeys, int64_t{num_blocks}));
+    };
+    common_begin = ::max(steps(common.lo - first), ::max(blocks.count[0] - first_block, 0));
+    common_end = steps(common.hi - kWarpKeys + 1 - first);
     if constexpr (kFp8) {
-      head_scale[0] = Codes::MakeScale(HeadScale(params, params.cache.key_params, b, head));
-      head_scale[1] = Codes::MakeScale(HeadScale(params, params.cache.value_params, b, head));
+      head_scale[0] = HeadScale(params, params.cache.key_params, b, head);
+      head_scale[1] = HeadScale(params, params.cache.value_params, b, head);
     }
   }
 
@@ -150,46 +224,53 @@ struct MainloopSm80 {
       }
       const int local = step % kLookUp * 2;
       const int groups[2] = {__shfl_sync(~0u, group, local), __shfl_sync(~0u, group, local + 1)};
-      const RunRange seen = blocks.seen[blocks.RunOf(first_block + step)];
-      const int first_key = FirstKey(step), slot = step % kSteps;
-      // A lane copies one chunk of every kRowsPerCopy-th row; a copy takes both groups, one, or part of one.
-      constexpr int kRowsPerCopy = 32 / kStoredChunks;
-      const int r0 = lane / kStoredChunks, chunk = lane % kStoredChunks;
-      const char* from[2][2];  // of K and V, of the first row of each group that this lane copies
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int64_t offset =
-            static_cast<int64_t>(groups[h]) * (8 * Traits::kStoredBytes) + r0 % 8 * Traits::kStoredBytes + chunk * 16;
-        from[0][h] = static_cast<const char*>(params.cache.key) + offset;
-        from[1][h] = static_cast<const char*>(params.cache.value) + offset;
-      }
-      const bool whole = groups[0] != kNoGroup && groups[1] != kNoGroup && seen.HoldsAll(first_key, kWarpKeys);
-#pragma unroll
-      for (int kv = 0; kv < 2; ++kv) {
-        const uint32_t to = SharedAddress(ring.tile[slot][kv]);
-#pragma unroll
-        for (int i = 0; i < kWarpKeys / kRowsPerCopy; ++i) {
-          const int h = kRowsPerCopy > 8 ? r0 / 8 : i * kRowsPerCopy / 8, r = i * kRowsPerCopy + r0;
-          const char* address = (h == 0 ? from[kv][0] : from[kv][1]) + i * kRowsPerCopy % 8 * Traits::kStoredBytes;
-          const uint32_t at = to + SwizzledChunk<kStoredChunks>(r, chunk) * 16;
-          if (whole) {
-            CopyAsync16(at, address, true);
-          } else {
-            const bool valid = (h == 0 ? groups[0] : groups[1]) != kNoGroup && seen.Holds(first_key + r);
-            CopyAsync16(at, valid ? address : static_cast<const char*>(params.cache.key), valid);
-          }
-        }
-      }
-      if constexpr (kRowParams) {
-        const int r = lane % kWarpKeys, which = lane / kWarpKeys;
-        const int g = r < 8 ? groups[0] : groups[1];
-        const bool valid = g != kNoGroup && seen.Holds(first_key + r);
-        const void* array = which == 0 ? params.cache.key_params : params.cache.value_params;
-        const int64_t offset = valid ? (static_cast<int64_t>(g) * 8 + r % 8) * 4 : 0;
-        CopyAsync4(SharedAddress(&ring.row_params[slot][which][r]), static_cast<const char*>(array) + offset, valid);
+      if (groups[0] != kNoGroup && groups[1] != kNoGroup && IsCommon(step)) {
+        Copy(step, groups, [](int, int) { return true; });
+      } else {
+        const RunRange seen = blocks.seen[blocks.RunOf(first_block + step)];
+        const int first_key = FirstKey(step);
+        Copy(step, groups, [&](int r, int g) { return g != kNoGroup && seen.Holds(first_key + r); });
       }
     }
     CommitCopies();
+  }
+
+  // Whether all rows see all of the warp's keys of a step, mapped or not.
+  __device__ bool IsCommon(int step) const { return step >= common_begin && step < common_end; }
+
+  // Rows of two groups; zeros in place of those that do not exist: exists(row of the step, its group).
+  template <class Exists>
+  __device__ void Copy(int step, const int (&groups)[2], Exists exists) {
+    // A lane copies one chunk of every kRowsPerCopy-th row; a copy takes both groups, one, or part of one.
+    constexpr int kRowsPerCopy = 32 / kStoredChunks;
+    const int r0 = lane / kStoredChunks, chunk = lane % kStoredChunks, slot = step % kSteps;
+    const char* from[2][2];  // of K and V, of the first row of each group that this lane copies
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int64_t offset =
+          static_cast<int64_t>(groups[h]) * (8 * Traits::kStoredBytes) + r0 % 8 * Traits::kStoredBytes + chunk * 16;
+      from[0][h] = static_cast<const char*>(params.cache.key) + offset;
+      from[1][h] = static_cast<const char*>(params.cache.value) + offset;
+    }
+#pragma unroll
+    for (int kv = 0; kv < 2; ++kv) {
+      const uint32_t to = SharedAddress(ring.tile[slot][kv]);
+#pragma unroll
+      for (int i = 0; i < kWarpKeys / kRowsPerCopy; ++i) {
+        const int h = kRowsPerCopy > 8 ? r0 / 8 : i * kRowsPerCopy / 8, r = i * kRowsPerCopy + r0;
+        const char* address = (h == 0 ? from[kv][0] : from[kv][1]) + i * kRowsPerCopy % 8 * Traits::kStoredBytes;
+        const bool valid = exists(r, h == 0 ? groups[0] : groups[1]);
+        CopyAsync16(to + SwizzledChunk<kStoredChunks>(r, chunk) * 16,
+                    valid ? address : static_cast<const char*>(params.cache.key), valid);
+      }
+    }
+    if constexpr (kRowParams) {
+      const int r = lane % kWarpKeys, which = lane / kWarpKeys, g = r < 8 ? groups[0] : groups[1];
+      const bool valid = exists(r, g);
+      const void* array = which == 0 ? params.cache.key_params : params.cache.value_params;
+      const int64_t offset = valid ? (static_cast<int64_t>(g) * 8 + r % 8) * 4 : 0;
+      CopyAsync4(SharedAddress(&ring.row_params[slot][which][r]), static_cast<const char*>(array) + offset, valid);
+    }
   }
 
   // ---- fragments
@@ -225,12 +306,9 @@ struct MainloopSm80 {
     }
   }
 
-  __device__ Scale ScaleOf(int slot, int which, int key) const {
-    if constexpr (kRowParams) {
-      return UnpackRowScale<E>(ring.row_params[slot][which][key]);
-    } else {
-      return head_scale[which];
-    }
+  // int8, int4: (scale, zero) of a key or value.
+  __device__ RowScale ScaleOf(int slot, int which, int key) const {
+    return UnpackRowScale<E>(ring.row_params[slot][which][key]);
   }
 
   // s = K Q^T of one step.
@@ -239,7 +317,6 @@ struct MainloopSm80 {
     const int row = lane % 16, half = lane / 16;
     if constexpr (Traits::kQuantised) {
       constexpr int kPairs = Codes::kPerWord / 2;
-      const Scale low_scale = ScaleOf(slot, 0, lane / 4), high_scale = ScaleOf(slot, 0, lane / 4 + 8);
 #pragma unroll
       for (int chunk = 0; chunk < kStoredChunks; chunk += 2) {
         uint32_t x[4];
@@ -247,8 +324,8 @@ struct MainloopSm80 {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t low[kPairs], high[kPairs];
-          Codes::Neighbours(x[2 * i], low_scale, low);
-          Codes::Neighbours(x[2 * i + 1], high_scale, high);
+          Codes::KeyCodes(x[2 * i], low);
+          Codes::KeyCodes(x[2 * i + 1], high);
 #pragma unroll
           for (int j = 0; j < kPairs; j += 2) {
             const uint32_t a[4] = {low[j], high[j], low[j + 1], high[j + 1]};
@@ -256,11 +333,12 @@ struct MainloopSm80 {
 #pragma unroll
             for (int n = 0; n < kColumns; ++n) {
               const uint2 query = Query(n, k);
-              Mma<E>(s[n], a, query.x, query.y);
+              Mma<Operand>(s[n], a, query.x, query.y);
             }
           }
         }
       }
+      ScaleScores(slot, s);
     } else {
 #pragma unroll
       for (int k = 0; k < kDim / 16; ++k) {
@@ -269,7 +347,28 @@ struct MainloopSm80 {
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
           const uint2 query = Query(n, k);
-          Mma<E>(s[n], a, query.x, query.y);
+          Mma<Operand>(s[n], a, query.x, query.y);
+        }
+      }
+    }
+  }
+
+  // From products with codes to scores.
+  __device__ void ScaleScores(int slot, float (&s)[kColumns][4]) {
+    RowScale scale[2];
+    if constexpr (kRowParams) {
+      for (int half = 0; half < 2; ++half) scale[half] = ScaleOf(slot, 0, lane / 4 + 8 * half);
+    }
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int c = e % 2;
+        if constexpr (kRowParams) {
+          const RowScale& of_key = scale[e / 2];
+          s[n][e] = fmaf(of_key.scale, s[n][e], of_key.zero * query_sum[n][c]) * unit[n][c];
+        } else {
+          s[n][e] *= unit[n][c];
         }
       }
     }
@@ -280,9 +379,6 @@ struct MainloopSm80 {
     const uint32_t tile = SharedAddress(ring.tile[slot][1]);
     if constexpr (Traits::kQuantised) {
       constexpr int kPairs = Codes::kPerWord / 2;
-      const int c = lane % 4 * 2;
-      const Scale scale[4] = {ScaleOf(slot, 1, c), ScaleOf(slot, 1, c + 1), ScaleOf(slot, 1, c + 8),
-                              ScaleOf(slot, 1, c + 9)};
       const int row = lane % 16, half = lane / 16;
 #pragma unroll
       for (int chunk = 0; chunk < kStoredChunks; chunk += 2) {
@@ -291,14 +387,14 @@ struct MainloopSm80 {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t first[kPairs], second[kPairs];  // of keys 2 c, 2 c + 1 and of 2 c + 8, 2 c + 9
-          Codes::AcrossRows(x[2 * i], scale[0], scale[1], first);
-          Codes::AcrossRows(x[2 * i + 1], scale[2], scale[3], second);
+          Codes::ValueCodes(x[2 * i], first);
+          Codes::ValueCodes(x[2 * i + 1], second);
 #pragma unroll
           for (int j = 0; j < kPairs; j += 2) {
             const uint32_t a[4] = {first[j], first[j + 1], second[j], second[j + 1]};
             const int d = ((chunk + i) * kPairs + j) / 2;
 #pragma unroll
-            for (int n = 0; n < kColumns; ++n) Mma<E>(o[d][n], a, p[n][0], p[n][1]);
+            for (int n = 0; n < kColumns; ++n) Mma<Operand>(o[d][n], a, p[n][0], p[n][1]);
           }
         }
       }
@@ -309,7 +405,7 @@ struct MainloopSm80 {
         uint32_t a[4];
         LoadMatrix4Transposed(a, tile + SwizzledChunk<kStoredChunks>(row, 2 * d + half) * 16);
 #pragma unroll
-        for (int n = 0; n < kColumns; ++n) Mma<E>(o[d][n], a, p[n][0], p[n][1]);
+        for (int n = 0; n < kColumns; ++n) Mma<Operand>(o[d][n], a, p[n][0], p[n][1]);
       }
     }
   }
@@ -342,7 +438,13 @@ struct MainloopSm80 {
   }
 
   // Scores to probabilities, as B fragments of the second product; rescales what there is when a maximum grows.
-  __device__ void Softmax(float (&s)[kColumns][4], uint32_t (&p)[kColumns][2]) {
+  __device__ void Softmax(int slot, float (&s)[kColumns][4], uint32_t (&p)[kColumns][2]) {
+    RowScale scale[2];  // of this lane's values
+    if constexpr (kRowParams) {
+      for (int half = 0; half < 2; ++half) scale[half] = ScaleOf(slot, 1, lane / 4 + 8 * half);
+      const float larger = fmaxf(scale[0].scale, scale[1].scale);
+      if (__any_sync(~0u, larger * weight_unit > kMaxWeight)) ChangeWeightUnit(larger);
+    }
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
       float top[2];
@@ -364,6 +466,7 @@ struct MainloopSm80 {
                                                 : Exp2((max[n][e] - top[e]) * rule.to_log2);
           max[n][e] = top[e];
           sum[n][e] *= alpha[e];
+          if constexpr (kRowParams) zeros[n][e] *= alpha[e];
         }
 #pragma unroll
         for (int d = 0; d < kDim / 16; ++d) {
@@ -378,25 +481,39 @@ struct MainloopSm80 {
         const float origin = max[n][e % 2] == -Infinity() ? 0.f : max[n][e % 2];
         s[n][e] = Exp2((s[n][e] - origin) * rule.to_log2);
         sum[n][e % 2] += s[n][e];
+        if constexpr (kRowParams) {
+          zeros[n][e % 2] = fmaf(s[n][e], scale[e / 2].zero, zeros[n][e % 2]);
+          s[n][e] *= scale[e / 2].scale * weight_unit;
+        }
       }
-      p[n][0] = TransposeMatrix(Pack<E>(s[n][0], s[n][1]));
-      p[n][1] = TransposeMatrix(Pack<E>(s[n][2], s[n][3]));
+      p[n][0] = TransposeMatrix(Pack<Operand>(s[n][0], s[n][1]));
+      p[n][1] = TransposeMatrix(Pack<Operand>(s[n][2], s[n][3]));
     }
+  }
+
+  // The unit of weights follows the largest scale of the warp's values, as far as it must: a probability of 1 then has
+  // a weight of up to 2^15, and values 2^29 times smaller than others still have all bits of theirs.
+  __device__ void ChangeWeightUnit(float scale) {
+    for (int step = 4; step < 32; step *= 2) scale = fmaxf(scale, __shfl_xor_sync(~0u, scale, step));
+    const int exponent = static_cast<int>(FloatToBits(scale) >> 23);  // scale < 2^(exponent - 126)
+    const float next = BitsToFloat(static_cast<uint32_t>(::max(254 + 14 - exponent, 1)) << 23);
+    const float factor = next / weight_unit;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int d = 0; d < kDim / 16; ++d) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[d][n][e] *= factor;
+      }
+    }
+    weight_unit = next;
   }
 
   // As in prefill: values of Inf or NaN must not meet the probability 0 of a row that does not see their key. They are
   // added to the rows that do and zeroed in the tile. Only needed where rows see different keys: what none of them sees
-  // was never loaded and is zero, but for fp8 with a scale of Inf or NaN. False: no value is left to multiply.
-  __device__ bool TakeOutNonFinite(const KeyBlockView& block, int slot) {
-    if constexpr (kRowParams) {
-      TakeOutRows(block, slot);
-      return true;
-    } else {
-      return TakeOutElements(block, slot);
-    }
-  }
-
-  // A decoded row is finite or all NaN, as its parameters are.
+  // was never loaded and is zero.
+  //
+  // int8, int4: a decoded row is finite or all NaN, as its parameters are. Before probabilities meet these.
   __device__ void TakeOutRows(const KeyBlockView& block, int slot) {
     const auto finite = [&](int key) {
       const RowScale scale = ScaleOf(slot, 1, key);
@@ -422,12 +539,12 @@ struct MainloopSm80 {
     __syncwarp();
   }
 
+  // 16 bits and fp8. False: fp8 with a scale of Inf or NaN, no value is left to multiply.
   __device__ bool TakeOutElements(const KeyBlockView& block, int slot) {
     using Stored = std::conditional_t<kFp8, fp8_e4m3, E>;
     constexpr int kPerChunk = 16 / sizeof(Stored);
     unsigned char* tile = ring.tile[slot][1];
-    bool all = false;  // values of this tile, whatever their codes
-    if constexpr (kFp8) all = !IsFinite(head_scale[1].scale);
+    const bool all = ValuesAreNotFinite();
     bool found = all;
     for (int i = lane; i < Traits::kTileBytes / 16; i += 32) {
       found = found || HasNonFinite<Stored>(reinterpret_cast<const uint4*>(tile)[i]);
@@ -435,7 +552,7 @@ struct MainloopSm80 {
     if (!__any_sync(~0u, found)) return true;
     const auto value = [&](Stored x) {
       if constexpr (kFp8) {
-        return DecodeFp8<E>(x, head_scale[1].scale);
+        return DecodeFp8<E>(x, head_scale[1]);
       } else {
         return ToFloat(x);
       }
@@ -468,10 +585,10 @@ struct MainloopSm80 {
     return true;
   }
 
-  // Whether values that no row sees, zeros in the ring, decode to something else.
-  __device__ bool ZerosAreNotFinite() const {
+  // Whether every value is Inf or NaN, whatever its code.
+  __device__ bool ValuesAreNotFinite() const {
     if constexpr (kFp8) {
-      return !IsFinite(head_scale[1].scale);
+      return !IsFinite(head_scale[1]);
     } else {
       return false;
     }
@@ -487,6 +604,19 @@ struct MainloopSm80 {
         for (int k = 0; k < kDim / 16; ++k) q[n][k] = LoadQuery(n, k);
       }
     }
+    if constexpr (Traits::kQuantised) {
+      // A key's products with a scale of Inf or NaN are of both signs, or NaN themselves.
+      const float key_scale = !kFp8 ? 1.f : IsFinite(head_scale[0]) ? head_scale[0] : QuietNan();
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int row = 8 * n + lane % 4 * 2 + e;
+          unit[n][e] = shared.code_query.unit[row] * key_scale;
+          query_sum[n][e] = shared.code_query.sum[row];
+        }
+      }
+    }
   }
 
   __device__ void Run() {
@@ -500,25 +630,34 @@ struct MainloopSm80 {
       const int slot = step % kSteps;
       float s[kColumns][4] = {};
       MultiplyKeys(slot, s);
-      const int run = blocks.RunOf(first_block + step), first_key = FirstKey(step);
       // The loader's last batch of look-ups may be the one after this step's.
       const int loaded = ahead < num_blocks ? ahead : num_blocks - 1;
       const uint32_t both = loaded / kLookUp == step / kLookUp ? mapped : mapped_before;
       const uint32_t groups = both >> (step % kLookUp * 2) & 3u;
-      const bool partial = !blocks.common[run].HoldsAll(first_key, kWarpKeys) || groups != 3u;
-      const KeyBlockView block = {view.runs[run],
-                                  run,
-                                  first_key,
-                                  groups,
-                                  nullptr,
-                                  view.has_tree ? params.score.tree_mask : nullptr,
-                                  params.score.tree_columns,
-                                  view.position};
-      if (partial || rule.modified) ModifyAndMask(block, partial, s);
+      const bool partial = groups != 3u || !IsCommon(step);
+      const auto block = [&] {
+        const int run = blocks.RunOf(first_block + step);
+        return KeyBlockView{view.runs[run],
+                            run,
+                            FirstKey(step),
+                            groups,
+                            nullptr,
+                            view.has_tree ? params.score.tree_mask : nullptr,
+                            params.score.tree_columns,
+                            view.position};
+      };
+      if (partial || rule.modified) ModifyAndMask(block(), partial, s);
+      const bool look = (partial && rows_differ) || ValuesAreNotFinite();
+      if constexpr (kRowParams) {
+        if (look) TakeOutRows(block(), slot);
+      }
       uint32_t p[kColumns][2];
-      Softmax(s, p);
-      const bool look = partial && (rows_differ || ZerosAreNotFinite());
-      if (!look || TakeOutNonFinite(block, slot)) MultiplyValues(slot, p);
+      Softmax(slot, s, p);
+      if constexpr (kRowParams) {
+        MultiplyValues(slot, p);
+      } else {
+        if (!look || TakeOutElements(block(), slot)) MultiplyValues(slot, p);
+      }
     }
     WaitCopies<0>();
   }
@@ -526,12 +665,17 @@ struct MainloopSm80 {
   // Leaves the warp's results for the block; the rings are no longer used by then.
   __device__ void Publish() {
     WarpResults<Traits>& results = shared.results;
+    // Values that are not finite are in o themselves, see TakeOutElements.
+    const float value_scale = kRowParams ? 1.f / weight_unit : kFp8 && !ValuesAreNotFinite() ? head_scale[1] : 1.f;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
 #pragma unroll
-        for (int step = 4; step < 32; step *= 2) sum[n][e] += __shfl_xor_sync(~0u, sum[n][e], step);
+        for (int step = 4; step < 32; step *= 2) {
+          sum[n][e] += __shfl_xor_sync(~0u, sum[n][e], step);
+          if constexpr (kRowParams) zeros[n][e] += __shfl_xor_sync(~0u, zeros[n][e], step);
+        }
         const int row = 8 * n + lane % 4 * 2 + e;
         if (lane < 4) {
           results.max[warp][row] = max[n][e] * rule.to_log2;
@@ -541,7 +685,10 @@ struct MainloopSm80 {
 #pragma unroll
       for (int d = 0; d < kDim / 16; ++d) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) results.o[warp][8 * n + lane % 4 * 2 + e % 2][ValueColumn(d, e)] = o[d][n][e];
+        for (int e = 0; e < 4; ++e) {
+          const float value = Traits::kQuantised ? fmaf(o[d][n][e], value_scale, zeros[n][e % 2]) : o[d][n][e];
+          results.o[warp][8 * n + lane % 4 * 2 + e % 2][ValueColumn(d, e)] = value;
+        }
       }
     }
   }

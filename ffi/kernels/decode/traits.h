@@ -14,14 +14,15 @@ struct TraitsSm80 {
   using E = Element<kEType>;
   static constexpr DType kKvDType = kKv;
   static constexpr bool kQuantised = IsQuantised(kKv);
+  static constexpr int kBits = kKv == DType::kInt4 ? 4 : 8;  // of a code; int8 and int4 only
   static constexpr int kDim = kHeadDim;
   static constexpr int kRows = kRowTile;
   static constexpr int kColumns = kRowTile / 8;  // n8 tiles
   static constexpr int kThreads = kWarps * kWarp;
   static constexpr int kStoredBytes = static_cast<int>(RowBytes(kKv, kDim));  // of a stored row
   static constexpr int kStoredChunks = kStoredBytes / 16;
-  static constexpr int kSteps = kStages<kStoredBytes>;
-  static constexpr int kBlocks = kResident<kStoredBytes>;
+  static constexpr int kBlocks = kResident<kStoredBytes, kRows, kDim>;
+  static constexpr int kSteps = kStages<kStoredBytes, kBlocks>;
   static constexpr bool kQueryInRegisters = kDim * kRows <= 2048;  // the rest of them are the output's
   static constexpr int kTileBytes = kWarpKeys * kStoredBytes;
   static_assert(kKv == kEType || IsQuantised(kKv));

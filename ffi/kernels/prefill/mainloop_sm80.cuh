@@ -236,7 +236,7 @@ struct MainloopSm80 {
     return Opaque(SharedAddress(tile) + SwizzledChunk<kChunks>(row, half) * 16);
   }
 
-  // s = Q K^T of the warp's rows.
+  // s = Q K^T of the warp's rows. The next tile's copies are issued when there are products under way.
   __device__ void MultiplyKeys(const E* tile, float (&s)[kFragments][kKeys / 8][4]) {
     const int lane = threadIdx.x % 32;
     const int query_row = WarpRow() + (lane / 8 % 2) * 8 + lane % 8, key_row = lane / 16 * 8 + lane % 8;
@@ -257,6 +257,7 @@ struct MainloopSm80 {
           Mma<E>(s[f][2 * n + 1], q[f], x[2], x[3]);
         }
       }
+      if (k == 0) LoadNext();
     }
   }
 
@@ -391,7 +392,7 @@ struct MainloopSm80 {
     }
   }
 
-  // o += P V
+  // o += P V, and the next tile as in MultiplyKeys.
   __device__ void MultiplyValues(const E* tile, const uint32_t (&p)[kFragments][kKeys / 16][4]) {
     const int lane = threadIdx.x % 32;
     const uint32_t values = FirstChunk(tile, (lane / 8 % 2) * 8 + lane % 8, lane / 16);
@@ -407,6 +408,7 @@ struct MainloopSm80 {
           Mma<E>(o[f][2 * d + 1], p[f][n], x[2], x[3]);
         }
       }
+      if (n == 0) LoadNext();
     }
   }
 
@@ -452,7 +454,6 @@ struct MainloopSm80 {
     const auto next_tile = [&](bool values) {
       WaitCopies<Traits::kStages - 2>();
       __syncthreads();
-      LoadNext();
       const E* tile = Tile(slot, values);
       slot = slot + 1 == Traits::kStages ? 0 : slot + 1;
       return tile;

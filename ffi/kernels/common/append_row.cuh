@@ -1,0 +1,241 @@
+// One new row of keys or values: bias, RoPE, one rounding to E, encode, store. For append_kv, and for the fused step
+// inside the decode kernel. Traits has E, kKvDType and kBits, those of a code of int8 and int4.
+#ifndef TURBOATTN_KERNELS_COMMON_APPEND_ROW_CUH_
+#define TURBOATTN_KERNELS_COMMON_APPEND_ROW_CUH_
+
+#include <type_traits>
+
+#include "core/params.h"
+#include "kernels/common/append_pairs.cuh"
+#include "kernels/common/chunk.cuh"
+#include "kernels/common/kv_codec.h"
+#include "kernels/common/page_walk.h"
+#include "kernels/common/rope.h"
+
+namespace turboattn::append {
+
+// One of the two arrays that a token is written to.
+struct Side {
+  const void* source;  // [T,K,width] E
+  const void* bias;    // [K,width] bias_dtype; may be null
+  void* pool;          // [L,N,K,P,width] kv dtype
+  void* params;        // as KvCache::key_params
+  int64_t width;       // D or Dv
+};
+
+__device__ inline Side SideOf(const AppendParams& params, bool is_key) {
+  const KvCache& cache = params.cache;
+  return is_key ? Side{params.key, params.key_bias, cache.key, cache.key_params, cache.head_dim}
+                : Side{params.value, params.value_bias, cache.value, cache.value_params, cache.value_dim};
+}
+
+// x += bias[element .. element + 7], where there is a bias.
+template <class E>
+__device__ inline void AddBias(const Side& side, DType bias_dtype, int64_t element, float (&x)[kChunk]) {
+  if (side.bias == nullptr) return;
+  if (bias_dtype == DType::kFloat32) {
+    const Chunk<float> bias = LoadChunk<float>(side.bias, element);
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) x[e] = AddRn(x[e], bias.e[e]);
+  } else {
+    const Chunk<E> bias = LoadChunk<E>(side.bias, element);
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) x[e] = AddRn(x[e], ToFloat(bias.e[e]));
+  }
+}
+
+// Scale and zero of a row from each lane's part of it. `poison` is 0 if the lane's elements are finite, else NaN. Run
+// by a whole warp, in groups of kLanes consecutive lanes with a row each; every lane gets its row's result.
+template <class E, int kBits, int kLanes>
+__device__ inline RowScale GroupRowScale(float min, float max, float poison) {
+#pragma unroll
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    min = fminf(min, __shfl_xor_sync(~0u, min, step));
+    max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+  }
+  const unsigned group = (kLanes == kWarp ? ~0u : (1u << kLanes % kWarp) - 1) << threadIdx.x % kWarp / kLanes * kLanes;
+  const bool finite = (__ballot_sync(~0u, poison == 0.f) & group) == group;
+  return MakeRowScale<E, kBits>(min, max, finite);
+}
+
+// Codes of the elements of one row: those of EncodeCode, without its division. The quotient a / s is first a times a
+// reciprocal and then corrected once by its remainder, which is exact in one fma. That gives the rounded quotient
+// itself: s has at most 11 significant bits, so a / s is never a tie between two floats, and never closer to one than
+// 2^-12 of their distance, while the corrected value is off by less than 2^-20 of it before its rounding.
+template <int kBits>
+class RowEncoder {
+ public:
+  __device__ explicit RowEncoder(RowScale row) {
+    // A remainder must not be subnormal: all is scaled. A row with such small steps is small itself, nothing overflows.
+    power_ = row.scale < 0x1p-64f ? 0x1p64f : 1.f;
+    scale_ = MulRn(row.scale, power_);
+    zero_ = MulRn(row.zero, power_);
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse_) : "f"(scale_));
+    constexpr uint32_t kMaxCode = (1 << kBits) - 1;
+    // Without a usable scale (0, Inf, NaN) every code is 0.
+    limits_ = scale_ > 0.f && IsFinite(scale_) ? kMaxCode << 16 | kMaxCode : 0;
+  }
+
+  // Two codes, a half each.
+  __device__ uint32_t CodePair(float low, float high) const {
+    return __vminu2(__byte_perm(Code(low), Code(high), 0x5410), limits_);
+  }
+
+ private:
+  // The code in the low half, for a usable scale, and not yet limited: the largest may exceed the last code, as the
+  // scale is rounded. None is below 0: no element is less than zero, the row's minimum.
+  __device__ uint32_t Code(float x) const {
+    const float a = fmaf(x, power_, -zero_);  // the product is exact: one rounding, that of x - zero
+    const float quotient = MulRn(a, inverse_);
+    const float steps = fmaf(fmaf(-quotient, scale_, a), inverse_, quotient);
+    return FloatToBits(AddRn(steps, 0x1p23f));  // as in EncodeCode
+  }
+
+  float power_, scale_, zero_, inverse_;
+  uint32_t limits_;
+};
+
+// Eight codes of EncodeFp8, without its division where neither scale nor elements are extreme.
+//
+// The quotient is corrected as in RowEncoder, but a scale has 24 significant bits: the result may be the wrong
+// neighbour of a quotient that is nearly a tie between two floats. fp8 can tell the two apart only if one of them is a
+// tie t between two fp8, which has at most 5 bits. Written as integers (s of 24 bits, t of 5, an element of 11 and then
+// zeros), such a quotient needs s (2^20 t +- 1) within 12 of a number with 36 zeros at its end, which only s = 2^24 - 1
+// can meet.
+__device__ inline uint2 EncodeFp8Chunk(const float (&x)[kChunk], float scale) {
+#if __CUDA_ARCH__ >= 890
+  float largest = 0.f;
+#pragma unroll
+  for (int e = 0; e < kChunk; ++e) largest = fmaxf(largest, fabsf(x[e]));  // passes over NaN
+  constexpr uint32_t kMantissa = 0x7fffffu;
+  if (scale > 0x1p-60f && scale < 0x1p60f && (FloatToBits(scale) & kMantissa) != kMantissa && largest < 0x1p60f) {
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
+    uint16_t pairs[kChunk / 2];
+#pragma unroll
+    for (int i = 0; i < kChunk / 2; ++i) {
+      float y[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const float quotient = MulRn(x[2 * i + k], inverse);
+        y[k] = fmaf(fmaf(quotient, scale, -x[2 * i + k]), -inverse, quotient);  // with these signs, -0 stays -0
+      }
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pairs[i]) : "f"(y[1]), "f"(y[0]));
+    }
+    return {pairs[0] | static_cast<uint32_t>(pairs[1]) << 16, pairs[2] | static_cast<uint32_t>(pairs[3]) << 16};
+  }
+#endif
+  uint32_t words[2] = {};
+#pragma unroll
+  for (int e = 0; e < kChunk; ++e) words[e / 4] |= static_cast<uint32_t>(EncodeFp8(x[e], scale).bits) << e % 4 * 8;
+  return {words[0], words[1]};
+}
+
+// Encodes x, E values, as elements d .. d + 7 of row `row` of [L,N,K,P]. `encoder` is for int8 and int4, `fp8_scale`
+// for fp8.
+template <class Traits>
+__device__ inline void StoreEncoded(const Side& side, int64_t row, int64_t d, const RowEncoder<Traits::kBits>& encoder,
+                                    float fp8_scale, const float (&x)[kChunk]) {
+  constexpr DType kKv = Traits::kKvDType;
+  const int64_t element = row * side.width + d;
+  if constexpr (kHasRowParams<kKv>) {
+    uint32_t pairs[kChunk / 2];
+#pragma unroll
+    for (int i = 0; i < kChunk / 2; ++i) pairs[i] = encoder.CodePair(x[2 * i], x[2 * i + 1]);
+    if constexpr (kKv == DType::kInt4) {
+      // The order of Int4Shift: even elements in the low half, odd ones in the high half.
+      static_cast<uint32_t*>(side.pool)[element / kChunk] =
+          pairs[0] + (pairs[1] << 4) + (pairs[2] << 8) + (pairs[3] << 12);
+    } else {
+      static_cast<uint2*>(side.pool)[element / kChunk] = {__byte_perm(pairs[0], pairs[1], 0x6420),
+                                                          __byte_perm(pairs[2], pairs[3], 0x6420)};
+    }
+  } else if constexpr (kKv == DType::kFloat8E4M3) {
+    static_cast<uint2*>(side.pool)[element / kChunk] = EncodeFp8Chunk(x, fp8_scale);
+  } else {
+    Chunk<Element<kKv>> chunk;
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) chunk.e[e] = FromFloat<typename Traits::E>(x[e]);
+    StoreChunk(side.pool, element, chunk);
+  }
+}
+
+template <class E>
+__device__ inline void StoreRowScale(const Side& side, int64_t row, RowScale scale) {
+  constexpr uint32_t kNanPair = std::is_same_v<E, bf16> ? 0x7fc07fc0u : 0x7e007e00u;  // scale and zero are NaN together
+  static_cast<uint32_t*>(side.params)[row] = IsNan(scale.scale) ? kNanPair : RoundPair<E>(scale.scale, scale.zero);
+}
+
+// Elements d .. d + 7 of a row, with their bias, into s_row[width].
+template <class E>
+__device__ inline void PutChunk(const AppendParams& params, const Side& side, int64_t head, int64_t d,
+                                const Chunk<E>& chunk, float* s_row) {
+  float x[kChunk];
+#pragma unroll
+  for (int e = 0; e < kChunk; ++e) x[e] = ToFloat(chunk.e[e]);
+  AddBias<E>(side, params.bias_dtype, head * side.width + d, x);
+#pragma unroll
+  for (int e = 0; e < kChunk; ++e) s_row[d + e] = x[e];
+}
+
+// The rest of the way, by the warp that put s_row there: into row `row` of [L,N,K,P], which is kv head `head` of
+// `layer`. turn(j): the SinCos of pair j.
+template <class Traits, class Turn>
+__device__ inline void FinishRow(const AppendParams& params, bool is_key, int64_t row, int64_t layer, int64_t head,
+                                 Turn turn, float* s_row) {
+  using E = typename Traits::E;
+  constexpr DType kKv = Traits::kKvDType;
+  const RopeParams& rope = params.rope;
+  const int lane = threadIdx.x % kWarp;
+  const Side side = SideOf(params, is_key);
+  __syncwarp();
+  if (is_key) {
+    for (int64_t j = lane; j < rope.dim / 2; j += kWarp) {
+      RopeRotate(turn(j), &s_row[RopeFirst(rope, j)], &s_row[RopeSecond(rope, j)]);
+    }
+    __syncwarp();
+  }
+  float min = Infinity(), max = -Infinity(), poison = 0.f;
+  for (int64_t d = lane; d < side.width; d += kWarp) {
+    const float x = RoundTo<E>(s_row[d]);
+    s_row[d] = x;
+    min = fminf(min, x);
+    max = fmaxf(max, x);
+    poison = fmaf(x, 0.f, poison);
+  }
+  __syncwarp();
+  [[maybe_unused]] RowScale scale{};
+  if constexpr (kHasRowParams<kKv>) {
+    scale = GroupRowScale<E, Traits::kBits, kWarp>(min, max, poison);
+    if (lane == 0) StoreRowScale<E>(side, row, scale);
+  }
+  [[maybe_unused]] float fp8_scale = 0.f;
+  if constexpr (kKv == DType::kFloat8E4M3) {
+    fp8_scale = static_cast<const float*>(side.params)[layer * params.cache.num_kv_heads + head];
+  }
+  const RowEncoder<Traits::kBits> encoder(scale);
+  for (int64_t d = lane * kChunk; d < side.width; d += kWarp * kChunk) {
+    float x[kChunk];
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) x[e] = s_row[d + e];
+    StoreEncoded<Traits>(side, row, d, encoder, fp8_scale, x);
+  }
+  __syncwarp();  // the row is free for the next one
+}
+
+// One row through s_row[width], by one warp. place: its page, slot and layer; turns: of its token.
+template <class Traits, class Place>
+__device__ inline void MoveRow(const AppendParams& params, bool is_key, int64_t source_row, int64_t head,
+                               const Place& place, const SinCos* turns, float* s_row) {
+  using E = typename Traits::E;
+  const Side side = SideOf(params, is_key);
+  for (int64_t d = threadIdx.x % kWarp * kChunk; d < side.width; d += kWarp * kChunk) {
+    PutChunk(params, side, head, d, LoadChunk<E>(side.source, source_row * side.width + d), s_row);
+  }
+  const int64_t row = CacheRow(params.cache, place.page, head, place.slot);
+  FinishRow<Traits>(params, is_key, row, place.layer, head, [&](int64_t j) { return turns[j]; }, s_row);
+}
+
+}  // namespace turboattn::append
+
+#endif  // TURBOATTN_KERNELS_COMMON_APPEND_ROW_CUH_
