@@ -196,9 +196,10 @@ bool AttentionAppends([[maybe_unused]] const PagedAttentionParams& params) {
 #endif
 }
 
-ffi::Error LaunchPaged(Context context, const PagedAttentionParams& params) {
-  KernelDesc desc = {Phase::kPrefill,        "", params.cache.dtype, params.cache.kv_dtype, params.cache.head_dim,
-                     params.cache.value_dim};
+ffi::Error LaunchPaged(Context context, const PagedAttentionParams& params, std::string_view family) {
+  const KvCache& cache = params.cache;
+  KernelDesc desc = {Phase::kPrefill, std::string(family), cache.dtype,
+                     cache.kv_dtype,  cache.head_dim,      cache.value_dim};
 #if defined(TURBOATTN_CUDA)
   if (params.plan.runs_decode) {
     desc.phase = Phase::kDecode;

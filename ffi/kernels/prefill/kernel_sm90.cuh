@@ -2,8 +2,8 @@
 #ifndef TURBOATTN_KERNELS_PREFILL_KERNEL_SM90_CUH_
 #define TURBOATTN_KERNELS_PREFILL_KERNEL_SM90_CUH_
 
-#include "kernels/prefill/kernel.cuh"
 #include "kernels/prefill/mainloop_sm90.cuh"
+#include "kernels/prefill/tile_count.cuh"
 
 namespace turboattn::prefill {
 
@@ -31,49 +31,44 @@ __device__ FoundTile FindTileByWarp(int64_t batch, int64_t number, Count count) 
 }
 
 // The tiles of a block, one after the other. One warp; all lanes hold the same.
+//
+// Where every sequence has the same number of rows: sections of (sequence, kv head) pairs one after the other, in a
+// section the tiles in descending order over all its pairs. That is longest first for causal calls, so that blocks end
+// together, and blocks that run side by side read the same keys. Elsewhere: by kv head and sequence, in descending
+// order. A block takes item after item, gridDim.x apart; in pairs, the tile from the end first, then its mirror image.
 template <class Traits, class Params>
 struct TileWalkSm90 {
   static constexpr int kRows = Traits::kRows;
   const ArgumentsSm90<Params>& args;
-  int64_t round = 0;
-  int64_t extra = 0;  // tiles past those of the schedule: ranges that overlap make more. See PrefillSm80
-  int64_t item = -1;
+  int64_t item = blockIdx.x;  // the next
+  bool mirrored = false;      // in pairs: the item's second tile is the next
+  int64_t extra = 0;          // tiles past those of the schedule: ranges that overlap make more. See PrefillSm80
 
   __device__ explicit TileWalkSm90(const ArgumentsSm90<Params>& args) : args(args) {}
-
-  __device__ int64_t NextItem() {
-    const int64_t blocks = gridDim.x, block = blockIdx.x;
-    if (args.schedule.order == OrderSm90::kCounter) {
-      int taken = 0;
-      if (threadIdx.x % kWarp == 0) taken = atomicAdd(args.schedule.counter, 1);
-      return __shfl_sync(~0u, taken, 0);
-    }
-    const bool back = args.schedule.order == OrderSm90::kSnake && round % 2 != 0;
-    return round++ * blocks + (back ? blocks - 1 - block : block);
-  }
 
   // The next tile, or one without rows when there is none left.
   __device__ void Next(TileSm90<Traits>* tile) {
     const Params& params = args.params;
+    const ScheduleSm90& schedule = args.schedule;
     const int64_t uniform = UniformQueryLength(params), skipped = SkippedLength(params), group = GroupOf(params);
     const int64_t batch = BatchOf(params), kv_heads = KvHeadsOf(params);
     int64_t b, index, head, length;
     for (;;) {
-      if (extra == 0) item = NextItem();
-      if (item >= args.schedule.items || batch == 0) {
-        if (threadIdx.x % kWarp == 0) tile->rows = 0;
+      if (item >= schedule.items || batch == 0) {
+        if (threadIdx.x % kWarp == 0) tile->num_rows = 0;
         return;
       }
       if (uniform > 0) {
-        const int64_t tiles = Divide(params.max_tiles, batch);
-        const int64_t section = Divide(item, args.schedule.section * tiles);
-        const int64_t rest = item - section * args.schedule.section * tiles, first = section * args.schedule.section;
-        const int64_t width = min(args.schedule.section, batch * kv_heads - first);
-        const int64_t from_last = Divide(rest, width), pair = first + rest - from_last * width;
+        const int64_t tiles = Divide(params.max_tiles, batch), levels = schedule.in_pairs ? (tiles + 1) / 2 : tiles;
+        const int64_t section = Divide(item, schedule.section * levels), first = section * schedule.section;
+        const int64_t rest = item - first * levels, width = min(schedule.section, batch * kv_heads - first);
+        const int64_t level = Divide(rest, width), pair = first + rest - level * width;
         b = Divide(pair, kv_heads);
         head = pair - b * kv_heads;
-        index = tiles - 1 - from_last;  // longest first
+        index = mirrored ? level : tiles - 1 - level;
         length = uniform;
+        mirrored = schedule.in_pairs && !mirrored && level != tiles - 1 - level;
+        if (!mirrored) item += schedule.blocks;
         break;
       }
       head = Divide(item, params.max_tiles);
@@ -86,11 +81,9 @@ struct TileWalkSm90 {
       };
       const auto tiles = [&](int64_t b) { return (tokens(b) * group + kRows - 1) / kRows; };
       const FoundTile found = FindTileByWarp(batch, number, tiles);
-      if (found.b >= batch) {
-        extra = 0;
-        continue;
-      }
-      extra = (item + 1) % params.max_tiles == 0 ? extra + 1 : 0;
+      extra = found.b < batch && (item + 1) % params.max_tiles == 0 ? extra + 1 : 0;
+      if (extra == 0) item += schedule.blocks;
+      if (found.b >= batch) continue;
       b = found.b;
       length = tokens(b);
       index = tiles(b) - 1 - found.index;
@@ -105,7 +98,7 @@ struct TileWalkSm90 {
       tile->b = b;
       tile->head = head;
       tile->first_row = first_row;
-      tile->rows = rows;
+      tile->num_rows = rows;
       tile->blocks = BlockList<Traits::kKeys>(view, first_token, min(last_token, view.q_len - 1));
       if (last_token >= view.q_len) tile->blocks.ForgetCommon();
     }
@@ -138,7 +131,7 @@ __device__ __forceinline__ void StoreRows(const Params& params, const TileSm90<T
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     const int row = consumer.Row(half);
-    const bool exists = row < tile.rows;
+    const bool exists = row < tile.num_rows;
     // Dense rows past query_lens have no denominator, not even the sink.
     const float* sinks = rows.token[row] < tile.view.first_token + tile.view.q_len ? params.score.sinks : nullptr;
     const RowEnd end =
@@ -169,12 +162,15 @@ __device__ __forceinline__ void StoreRows(const Params& params, const TileSm90<T
   }
 }
 
+// Warpgroup 0: warp 0 is the producer, the others fill in what is known of the rows of its tiles. The other warpgroups
+// are consumers.
 template <class Traits, class Params>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     PrefillSm90(const __grid_constant__ ArgumentsSm90<Params> args) {
   using Shared = SharedSm90<Traits>;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(s_bytes);
+  const Params& params = args.params;
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
 
@@ -187,24 +183,37 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
 
   if (warpgroup == 0) {
-    if constexpr (Traits::kMovesRegisters) GiveRegisters<Traits::kProducerRegisters>();
-    if (warp != 0) return;
-    TileWalkSm90<Traits, Params> walk(args);
-    ProducerSm90<Traits, Params> producer(args, shared);
-    RingSlot<Shared::kTiles> slot(1);
-    for (;;) {
-      WaitBarrier(&shared.tile_empty[slot.index], slot.parity, kTileEmpty);
-      TileSm90<Traits>& tile = shared.tiles[slot.index];
-      walk.Next(&tile);
-      __syncwarp();
-      if (threadIdx.x == 0) Arrive(&shared.tile_full[slot.index]);
-      if (tile.rows == 0) break;
-      producer.Load(tile);
-      slot.Advance();
+    GiveRegisters<Traits::kProducerRegisters>();
+    if (warp == 0) {
+      TileWalkSm90<Traits, Params> walk(args);
+      ProducerSm90<Traits, Params> producer(args, shared);
+      for (RingSlot<Shared::kTiles> slot(1);; slot.Advance()) {
+        WaitBarrier(&shared.tile_empty[slot.index], slot.parity, kTileEmpty);
+        TileSm90<Traits>& tile = shared.tiles[slot.index];
+        walk.Next(&tile);
+        __syncwarp();
+        if (threadIdx.x == 0) Arrive(&shared.tile_full[slot.index]);
+        if (tile.num_rows == 0) break;
+        producer.Load(tile);
+      }
+    } else {
+      for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
+        WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
+        const TileSm90<Traits>& tile = shared.tiles[slot.index];
+        const bool last = tile.num_rows == 0;
+        if (!last) {
+          for (int r = threadIdx.x - kWarp; r < Traits::kRows; r += kRowWarps * kWarp) {
+            FillTileRow<Traits::kRows>(params, tile.view, tile.head, tile.first_row, tile.num_rows, r,
+                                       &shared.rows[slot.index]);
+          }
+        }
+        __syncwarp();
+        if (threadIdx.x % kWarp == 0) Arrive(&shared.rows_full[slot.index]);
+        if (last) break;
+      }
     }
   } else {
-    if constexpr (Traits::kMovesRegisters) TakeRegisters<Traits::kConsumerRegisters>();
-    const Params& params = args.params;
+    TakeRegisters<Traits::kConsumerRegisters>();
     if (SkippedLength(params) == 0) {  // else the decode kernel writes them
       constexpr int kConsumerWarps = 4 * Traits::kConsumers;
       FillUnownedRows(params, static_cast<int64_t>(blockIdx.x) * kConsumerWarps + warp - 4,
@@ -212,21 +221,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     ConsumerSm90<Traits, Params> consumer(args, shared, warpgroup - 1);
     consumer.StartTurns();
-    RingSlot<Shared::kTiles> slot(0);
-    for (;;) {
-      WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
+    for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
+      WaitBarrier(&shared.rows_full[slot.index], slot.parity, kRowsFull);
       const TileSm90<Traits>& tile = shared.tiles[slot.index];
-      if (tile.rows == 0) break;
-      consumer.SyncWarpgroup();  // the last tile's rows have been read
-      if (consumer.thread < 64) {
-        FillTileRow<Traits::kRows>(params, tile.view, tile.head, tile.first_row, tile.rows,
-                                   64 * consumer.warpgroup + consumer.thread, &shared.rows);
-      }
-      consumer.SyncWarpgroup();
+      if (tile.num_rows == 0) break;
+      consumer.rows = &shared.rows[slot.index];
       consumer.Run(tile);
-      StoreRows<Traits>(params, tile, shared.rows, consumer);
+      StoreRows<Traits>(params, tile, *consumer.rows, consumer);
       consumer.ArriveByWarp(&shared.tile_empty[slot.index]);
-      slot.Advance();
     }
   }
 }

@@ -13,24 +13,19 @@
 #include <type_traits>
 
 #include "kernels/common/ptx_sm90.cuh"
+#include "kernels/common/query_tile.cuh"
 #include "kernels/common/score.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/prefill/traits.h"
 
 namespace turboattn::prefill {
 
-// Which block takes which tiles, in what order.
-enum class OrderSm90 : int {
-  kStrided,  // item i of block b is i * blocks + b
-  kSnake,    // every other round backwards, so that long and short tiles even out
-  kCounter,  // the next one that nobody has taken
-};
-
+// Which tiles a block takes: TileWalkSm90.
 struct ScheduleSm90 {
-  int64_t items = 0;    // tiles of all heads
-  int64_t section = 1;  // (sequence, kv head) pairs whose tiles are taken together, so that L2 holds their K and V
-  OrderSm90 order = OrderSm90::kStrided;
-  int* counter = nullptr;  // kCounter: 0 at launch
+  int64_t blocks = 0;    // of the grid
+  int64_t items = 0;     // what they share out: tiles of all heads, or pairs of them
+  int64_t section = 1;   // uniform calls: (sequence, kv head) pairs that are taken together, so that L2 holds their keys
+  bool in_pairs = false;  // uniform calls: an item is a long tile and the short one that makes up for it
 };
 
 template <class Params>
@@ -48,14 +43,20 @@ template <class Traits>
 struct TileSm90 {
   SequenceView view;
   BlockList<Traits::kKeys> blocks;
-  int64_t b;  // sequence
+  int64_t b;     // sequence
   int64_t head;  // kv head
   int64_t first_row;
-  int rows;  // 0: no more tiles
+  int num_rows;  // 0: no more tiles
 };
 
 // Names of waits, for WaitBarrier().
-enum WaitSm90 { kTileFull = 1, kTileEmpty, kQueryFull, kQueryEmpty, kKeyFull, kKeyEmpty, kValueFull, kValueEmpty };
+enum WaitSm90 {
+  kTileFull = 1,
+  kTileEmpty,
+  kRowsFull,
+  kQueryFull, kQueryEmpty, kKeyFull, kKeyEmpty, kValueFull, kValueEmpty };
+
+constexpr int kRowWarps = 3;  // of the producer's warpgroup: they fill TileRows
 
 template <class Traits>
 struct SharedSm90 {
@@ -67,10 +68,10 @@ struct SharedSm90 {
   uint64_t query_full, query_empty;
   uint64_t key_full[Traits::kStages], key_empty[Traits::kStages];
   uint64_t value_full[Traits::kStages], value_empty[Traits::kStages];
-  uint64_t tile_full[kTiles], tile_empty[kTiles];
+  uint64_t tile_full[kTiles], rows_full[kTiles], tile_empty[kTiles];
   uint32_t mapped[Traits::kStages];  // of a K tile: bit g: keys 8 g .. 8 g + 7 lie on a mapped page
   TileSm90<Traits> tiles[kTiles];
-  TileRows<Traits::kRows> rows;  // a consumer warpgroup fills and reads its own 64
+  TileRows<Traits::kRows> rows[kTiles];
 
   // By one thread, before anything else.
   __device__ void InitBarriers() {
@@ -85,11 +86,18 @@ struct SharedSm90 {
     }
     for (int i = 0; i < kTiles; ++i) {
       InitBarrier(&tile_full[i], 1);
+      InitBarrier(&rows_full[i], kRowWarps);
       InitBarrier(&tile_empty[i], kConsumerWarps);
     }
     FenceBarrierInit();
   }
 };
+
+// Element (row, column) of a tile of kRows rows: see ptx_sm90.cuh.
+template <int kRows>
+__device__ __forceinline__ int PanelIndex(int row, int column) {
+  return column / 64 * (kRows * 64) + row * 64 + ((column % 64 / kChunk) ^ (row & 7)) * kChunk + column % kChunk;
+}
 
 // A place in a ring and the parity to wait for there.
 template <int kSlots>
@@ -121,7 +129,7 @@ struct ProducerSm90 {
   RingSlot<kStages> key_slot{1}, value_slot{1};
   uint32_t query_parity = 1;
   // Pages: lane i knows the page of box i of a block (kNoPage: not mapped), and the next block's table entry.
-  static constexpr int kNoPage = -1;
+  static constexpr int kNoPage = -1;  // as a coordinate: outside the tensor, so that zeros are copied
   int page = kNoPage, last_page = kNoPage;
   int32_t next_entry = 0;
   bool next_present = false;
@@ -157,12 +165,10 @@ struct ProducerSm90 {
       __syncwarp();
       if (lane * args.box_keys < kKeys) {
         const int slot_of_page = tile.blocks.FirstKey(block) + lane * args.box_keys;
-        // Past the last page there are zeros.
-        const int pages = static_cast<int>(args.params.cache.num_layers * args.params.cache.num_pages);
         for (int panel = 0; panel < Traits::kPanels; ++panel) {
           CopyBox4(to + (panel * kKeys + lane * args.box_keys) * 128, map, full, panel * 64,
                    slot_of_page & (static_cast<int>(args.params.cache.page_size) - 1), static_cast<int>(tile.head),
-                   box_page == kNoPage ? pages : box_page);
+                   box_page);
         }
       }
     } else if (lane == 0) {
@@ -240,6 +246,7 @@ struct ConsumerSm90 {
   const int warpgroup;  // 0 .. kConsumers - 1
   const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % kWarp;
   const ScoreRule rule;
+  const TileRows<Traits::kRows>* rows = nullptr;  // of the tile
   RingSlot<kStages> key_slot{0}, value_slot{0};
   uint32_t query_parity = 0;
 
@@ -267,14 +274,14 @@ struct ConsumerSm90 {
   // ---- turns: one consumer issues its products while the others do softmax
 
   __device__ __forceinline__ void StartTurns() const {
-    if (Traits::kTurns && warpgroup == kConsumers - 1) ArriveNamed(kTurnBarrier, 2 * kWarpgroup);
+    if (warpgroup == kConsumers - 1) ArriveNamed(kTurnBarrier, 2 * kWarpgroup);
   }
   __device__ __forceinline__ void WaitTurn() const {
-    if (Traits::kTurns) SyncNamed(kTurnBarrier + warpgroup, 2 * kWarpgroup);
+    SyncNamed(kTurnBarrier + warpgroup, 2 * kWarpgroup);
   }
   __device__ __forceinline__ void PassTurn() const {
     const int next = warpgroup + 1 == kConsumers ? 0 : warpgroup + 1;
-    if (Traits::kTurns) ArriveNamed(kTurnBarrier + next, 2 * kWarpgroup);
+    ArriveNamed(kTurnBarrier + next, 2 * kWarpgroup);
   }
 
   // ---- the products: issued, not waited for
@@ -349,21 +356,21 @@ struct ConsumerSm90 {
     for (int half = 0; half < 2; ++half) {
       const int row = Row(half), column = lane % 4 * 2;
       if (rule.modified) {
-        const float slope = shared.rows.slope[row];
+        const float slope = rows->slope[row];
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& x = s[n][2 * half + e];
-            const float distance = slope != 0.f ? Distance(shared.rows, row, block, 8 * n + column + e) : 0.f;
+            const float distance = slope != 0.f ? Distance(*rows, row, block, 8 * n + column + e) : 0.f;
             x = ModifyScore(rule, x, slope, distance);
           }
         }
       }
       if (!partial) continue;
       if (ranges_only) {
-        const int lo = shared.rows.lo[block.run_index][row] - block.first_key - column;
-        const int hi = shared.rows.hi[block.run_index][row] - block.first_key - column;
+        const int lo = rows->lo[block.run_index][row] - block.first_key - column;
+        const int hi = rows->hi[block.run_index][row] - block.first_key - column;
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
@@ -376,7 +383,7 @@ struct ConsumerSm90 {
         uint64_t seen = 0;  // bit 2 n + e; apart from its use, so that this loop need not be unrolled
 #pragma unroll 1
         for (int i = 0; i < kKeys / 4; ++i) {
-          if (Sees(shared.rows, row, block, i / 2 * 8 + i % 2 + column)) seen |= uint64_t{1} << i;
+          if (Sees(*rows, row, block, i / 2 * 8 + i % 2 + column)) seen |= uint64_t{1} << i;
         }
 #pragma unroll
         for (int i = 0; i < kKeys / 4; ++i) {
@@ -455,10 +462,6 @@ struct ConsumerSm90 {
 
   // ---- values that are not finite
 
-  static __device__ __forceinline__ int ValueIndex(int key, int column) {
-    return column / 64 * (kKeys * 64) + key * 64 + ((column % 64 / 8) ^ (key & 7)) * 8 + column % 8;
-  }
-
   __device__ __forceinline__ bool FindNonFinite(const E* tile, RunRange seen, int first_key) const {
     bool found = false;
     for (int i = thread; i < kKeys * Traits::kChunks; i += kWarpgroup) {
@@ -482,12 +485,12 @@ struct ConsumerSm90 {
       for (int key = 0; key < kKeys; ++key) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if (!Sees(shared.rows, Row(half), block, key)) continue;
+          if (!Sees(*rows, Row(half), block, key)) continue;
 #pragma unroll
           for (int d = 0; d < kDim / 8; ++d) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-              const float v = ToFloat(tile[ValueIndex(key, 8 * d + lane % 4 * 2 + e)]);
+              const float v = ToFloat(tile[PanelIndex<kKeys>(key, 8 * d + lane % 4 * 2 + e)]);
               if (!IsFinite(v)) o[d][2 * half + e] += v;
             }
           }
@@ -502,21 +505,29 @@ struct ConsumerSm90 {
     SyncNamed(kAllBarrier, kConsumers * kWarpgroup);
   }
 
-  // ---- the query tile, where no copy can bring it
+  // ---- the query tile, after its copy or where no copy can bring it
 
   __device__ __forceinline__ void LoadQueryRows(const TileSm90<Traits>& tile) {
-    SyncWarpgroup();  // the rows' tokens are there, and the last tile's products have been read
+    SyncWarpgroup();  // all of it have read the last tile's
 #pragma unroll 4
     for (int i = thread; i < 64 * Traits::kChunks; i += kWarpgroup) {
       const int r = 64 * warpgroup + i / Traits::kChunks, chunk = i % Traits::kChunks;
       uint4 x = {0, 0, 0, 0};
-      if (r < tile.rows) {
-        const int64_t row = shared.rows.token[r] * params.num_heads + shared.rows.head[r];
+      if (r < tile.num_rows) {
+        const int64_t row = rows->token[r] * params.num_heads + rows->head[r];
         x = *reinterpret_cast<const uint4*>(static_cast<const E*>(params.query) + row * kDim + chunk * kChunk);
       }
-      const int to = chunk / 8 * (Traits::kRows * 8) + r * 8 + (chunk % 8 ^ (r & 7));
-      reinterpret_cast<uint4*>(shared.query)[to] = x;
+      *reinterpret_cast<uint4*>(shared.query + PanelIndex<Traits::kRows>(r, chunk * kChunk)) = x;
     }
+    FenceAsyncProxy();
+    SyncWarpgroup();
+  }
+
+  // The fused step's prologue on the warpgroup's own rows, which no other reads.
+  __device__ __forceinline__ void ApplyPrologueToRows(const QueryPrologue& prologue, const TileSm90<Traits>& tile) {
+    const int begin = 64 * warpgroup, end = min(begin + 64, tile.num_rows);
+    const auto element = [&](int r, int d) -> E& { return shared.query[PanelIndex<Traits::kRows>(r, d)]; };
+    ApplyPrologue<E, kDim>(prologue, tile.b, *rows, begin, end, thread, kWarpgroup, element);
     FenceAsyncProxy();
     SyncWarpgroup();
   }
@@ -533,7 +544,7 @@ struct ConsumerSm90 {
     TakeOutNonFinite(tile, ViewBlock(tile, block, state.mapped));
   }
 
-  // shared.rows is filled, and seen by the warpgroup.
+  // *rows is filled.
   __device__ __forceinline__ void Run(const TileSm90<Traits>& tile) {
 #pragma unroll
     for (int d = 0; d < kDim / 8; ++d) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0.f;
@@ -550,72 +561,49 @@ struct ConsumerSm90 {
     } else {
       LoadQueryRows(tile);
     }
-    if constexpr (Traits::kOverlap) {
+    if (const QueryPrologue* prologue = PrologueOf(params)) ApplyPrologueToRows(*prologue, tile);
+    WaitKeys();
+    IssueScores();
+    State state = StateOf(tile, block);
+    WgmmaWait<0>();
+    HoldRegisters(s);
+    ReleaseKeys(block == 0);
+    Scores(tile, block, state);
+    PackProbabilities();
+#pragma unroll 1
+    while (block > 0) {
+      CheckValues(tile, block, state);
       WaitKeys();
+      WaitTurn();
       IssueScores();
-      State state = StateOf(tile, block);
-      WgmmaWait<0>();
+      WaitValues();
+      IssueValues();
+      PassTurn();
+      --block;
+      state = StateOf(tile, block);
+      WgmmaWait<1>();
       HoldRegisters(s);
       ReleaseKeys(block == 0);
       Scores(tile, block, state);
-      PackProbabilities();
-#pragma unroll 1
-      while (block > 0) {
-        CheckValues(tile, block, state);
-        WaitKeys();
-        WaitTurn();
-        IssueScores();
-        WaitValues();
-        IssueValues();
-        PassTurn();
-        --block;
-        state = StateOf(tile, block);
-        WgmmaWait<1>();
-        HoldRegisters(s);
-        ReleaseKeys(block == 0);
-        Scores(tile, block, state);
-        HoldRegisters(s);  // softmax is done before the wait, not after
-        if (block % 2 == 0) {
-          WgmmaWaitInArm0();
-        } else {
-          WgmmaWaitInArm1();
-        }
-        HoldRegisters(o);
-        Rescale();
-        HoldRegisters(p);
-        ReleaseValues();
-        PackProbabilities();
+      HoldRegisters(s);  // softmax is done before the wait, not after
+      if (block % 2 == 0) {
+        WgmmaWaitInArm0();
+      } else {
+        WgmmaWaitInArm1();
       }
-      CheckValues(tile, 0, state);
-      WaitValues();
-      IssueValues();
-      WgmmaWait<0>();
       HoldRegisters(o);
+      Rescale();
       HoldRegisters(p);
       ReleaseValues();
-    } else {
-#pragma unroll 1
-      for (; block >= 0; --block) {
-        WaitKeys();
-        WaitTurn();
-        IssueScores();
-        const State state = StateOf(tile, block);
-        WgmmaWait<0>();
-        HoldRegisters(s);
-        PassTurn();
-        ReleaseKeys(block == 0);
-        Scores(tile, block, state);
-        Rescale();
-        PackProbabilities();
-        CheckValues(tile, block, state);
-        WaitValues();
-        IssueValues();
-        WgmmaWait<0>();
-        HoldRegisters(o);
-        HoldRegisters(p);
-        ReleaseValues();
-      }
+      PackProbabilities();
     }
+    CheckValues(tile, 0, state);
+    WaitValues();
+    IssueValues();
+    WgmmaWait<0>();
+    HoldRegisters(o);
+    HoldRegisters(p);
+    ReleaseValues();
   }
 };
 
