@@ -88,12 +88,12 @@ RopeAttributes RopePart(const Attributes& a) {
 using xla::ffi::StructMember;
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(turboattn::LinearAttributes, StructMember<std::string_view>("operands"),
-                                      StructMember<std::string_view>("family"), StructMember<bool>("is_causal"), StructMember<float>("scale"),
-                                      StructMember<float>("logits_soft_cap"));
+                                      StructMember<std::string_view>("family"), StructMember<bool>("is_causal"),
+                                      StructMember<float>("scale"), StructMember<float>("logits_soft_cap"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(turboattn::PagedAttributes, StructMember<std::string_view>("operands"),
-                                      StructMember<std::string_view>("family"), StructMember<bool>("is_causal"), StructMember<float>("scale"),
-                                      StructMember<float>("logits_soft_cap"),
+                                      StructMember<std::string_view>("family"), StructMember<bool>("is_causal"),
+                                      StructMember<float>("scale"), StructMember<float>("logits_soft_cap"),
                                       StructMember<std::string_view>("kv_dtype"), StructMember<int32_t>("value_dim"),
                                       StructMember<int32_t>("cp_size"), StructMember<bool>("batch_invariant"));
 
@@ -108,14 +108,13 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(turboattn::AppendAttributes, StructMember<
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     turboattn::StepAttributes, StructMember<std::string_view>("operands"), StructMember<std::string_view>("family"),
-    StructMember<bool>("is_causal"),
-    StructMember<float>("scale"), StructMember<float>("logits_soft_cap"), StructMember<std::string_view>("kv_dtype"),
-    StructMember<int32_t>("value_dim"), StructMember<int32_t>("cp_size"), StructMember<bool>("batch_invariant"),
-    StructMember<int32_t>("rope_dim"), StructMember<int32_t>("rope_offset"), StructMember<bool>("rope_interleaved"),
-    StructMember<float>("rope_attention_factor"), StructMember<int32_t>("rope_section_t"),
-    StructMember<int32_t>("rope_section_h"), StructMember<int32_t>("rope_section_w"),
-    StructMember<bool>("rope_sections_interleaved"), StructMember<int32_t>("logn"),
-    StructMember<bool>("logn_zero_based"));
+    StructMember<bool>("is_causal"), StructMember<float>("scale"), StructMember<float>("logits_soft_cap"),
+    StructMember<std::string_view>("kv_dtype"), StructMember<int32_t>("value_dim"), StructMember<int32_t>("cp_size"),
+    StructMember<bool>("batch_invariant"), StructMember<int32_t>("rope_dim"), StructMember<int32_t>("rope_offset"),
+    StructMember<bool>("rope_interleaved"), StructMember<float>("rope_attention_factor"),
+    StructMember<int32_t>("rope_section_t"), StructMember<int32_t>("rope_section_h"),
+    StructMember<int32_t>("rope_section_w"), StructMember<bool>("rope_sections_interleaved"),
+    StructMember<int32_t>("logn"), StructMember<bool>("logn_zero_based"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(turboattn::GatherAttributes, StructMember<std::string_view>("operands"),
                                       StructMember<std::string_view>("kv_dtype"));

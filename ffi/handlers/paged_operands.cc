@@ -181,10 +181,10 @@ PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache
 void PlanWorkspace(Operands& operands, PagedAttentionParams* params) {
   const Sequences& seqs = params->seqs;
   if (!operands.ok()) return;
-  params->plan = PlanPaged({seqs.batch, seqs.num_tokens, seqs.uniform_q_len, params->num_heads,
-                            params->cache.num_kv_heads, params->cache.value_dim,
-                            (seqs.max_pages + seqs.num_prefix_pages) * params->cache.page_size,
-                            params->batch_invariant});
+  params->plan =
+      PlanPaged({seqs.batch, seqs.num_tokens, seqs.uniform_q_len, params->num_heads, params->cache.num_kv_heads,
+                 params->cache.value_dim, (seqs.max_pages + seqs.num_prefix_pages) * params->cache.page_size,
+                 params->batch_invariant});
   params->workspace = operands.ScratchResult(params->plan.workspace_bytes);
 }
 

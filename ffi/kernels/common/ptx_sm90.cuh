@@ -77,11 +77,10 @@ __device__ __forceinline__ void ArriveExpecting(uint64_t* barrier, int bytes) {
 
 __device__ __forceinline__ bool TryWait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
-  asm volatile(
-      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(barrier), "r"(parity)
+               : "memory");
   return done != 0;
 }
 
@@ -115,11 +114,10 @@ __device__ __forceinline__ void ArriveNamed(int id, int threads) {
 // SyncNamed; whether any thread's `value` is true.
 __device__ __forceinline__ bool SyncNamedOr(int id, int threads, bool value) {
   uint32_t any;
-  asm volatile(
-      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.b32 %0, 1, 0, q;\n}"
-      : "=r"(any)
-      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(value))
-      : "memory");
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.b32 %0, 1, 0, q;\n}"
+               : "=r"(any)
+               : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(value))
+               : "memory");
   return any != 0;
 }
 
@@ -133,8 +131,9 @@ __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
 __device__ __forceinline__ void CopyBox4(uint32_t to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1, int c2,
                                          int c3) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-      ::"r"(to), "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(to),
+      "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
 
@@ -162,10 +161,14 @@ __device__ __forceinline__ void WgmmaWait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// WgmmaWait<0>() for the two arms of a branch that whole warpgroups take. ptxas moves arithmetic across a wait, but not across a branch; the texts
-// differ so that the compiler does not make one wait of two.
-__device__ __forceinline__ void WgmmaWaitInArm0() { asm volatile("wgmma.wait_group.sync.aligned 0;  // 0" ::: "memory"); }
-__device__ __forceinline__ void WgmmaWaitInArm1() { asm volatile("wgmma.wait_group.sync.aligned 0;  // 1" ::: "memory"); }
+// WgmmaWait<0>() for the two arms of a branch that whole warpgroups take. ptxas moves arithmetic across a wait, but not
+// across a branch; the texts differ so that the compiler does not make one wait of two.
+__device__ __forceinline__ void WgmmaWaitInArm0() {
+  asm volatile("wgmma.wait_group.sync.aligned 0;  // 0" ::: "memory");
+}
+__device__ __forceinline__ void WgmmaWaitInArm1() {
+  asm volatile("wgmma.wait_group.sync.aligned 0;  // 1" ::: "memory");
+}
 
 // Accumulators and A fragments change hands between the compiler and a running wgmma: it must not move them before.
 template <int kTiles>
@@ -211,12 +214,6 @@ __device__ void WgmmaRegisters(float (&d)[kN / 8][4], const uint32_t (&a)[4], ui
 #define TA_REGS_32 \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define TA_REGS_64 \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define TA_REGS_80 \
-  "%80, %81, %82, %83, %84, %85, %86, %87"
-#define TA_REGS_88 \
-  "%88, %89, %90, %91, %92, %93, %94, %95"
 
 #define TA_WGMMA_SHARED(E, TYPE, N, REGS, A, B, P, ...)                                                       \
   template <>                                                                                                 \
@@ -239,16 +236,8 @@ __device__ void WgmmaRegisters(float (&d)[kN / 8][4], const uint32_t (&a)[4], ui
                  : "memory");                                                                                 \
   }
 
-TA_WGMMA_SHARED(bf16, "bf16", 64, TA_REGS_0, "%32", "%33", "%34", TA_ACC32(d, 0))
-TA_WGMMA_SHARED(fp16, "f16", 64, TA_REGS_0, "%32", "%33", "%34", TA_ACC32(d, 0))
 TA_WGMMA_SHARED(bf16, "bf16", 128, TA_REGS_0 ", " TA_REGS_32, "%64", "%65", "%66", TA_ACC32(d, 0), TA_ACC32(d, 8))
 TA_WGMMA_SHARED(fp16, "f16", 128, TA_REGS_0 ", " TA_REGS_32, "%64", "%65", "%66", TA_ACC32(d, 0), TA_ACC32(d, 8))
-TA_WGMMA_SHARED(bf16, "bf16", 160, TA_REGS_0 ", " TA_REGS_32 ", " TA_REGS_64, "%80", "%81", "%82", TA_ACC32(d, 0), TA_ACC32(d, 8), TA_ACC8(d, 16), TA_ACC8(d, 18))
-TA_WGMMA_SHARED(fp16, "f16", 160, TA_REGS_0 ", " TA_REGS_32 ", " TA_REGS_64, "%80", "%81", "%82", TA_ACC32(d, 0), TA_ACC32(d, 8), TA_ACC8(d, 16), TA_ACC8(d, 18))
-TA_WGMMA_SHARED(bf16, "bf16", 176, TA_REGS_0 ", " TA_REGS_32 ", " TA_REGS_64 ", " TA_REGS_80, "%88", "%89", "%90", TA_ACC32(d, 0), TA_ACC32(d, 8), TA_ACC8(d, 16), TA_ACC8(d, 18), TA_ACC8(d, 20))
-TA_WGMMA_SHARED(fp16, "f16", 176, TA_REGS_0 ", " TA_REGS_32 ", " TA_REGS_64 ", " TA_REGS_80, "%88", "%89", "%90", TA_ACC32(d, 0), TA_ACC32(d, 8), TA_ACC8(d, 16), TA_ACC8(d, 18), TA_ACC8(d, 20))
-TA_WGMMA_SHARED(bf16, "bf16", 192, TA_REGS_0 ", " TA_REGS_32 ", " TA_REGS_64 ", " TA_REGS_80 ", " TA_REGS_88, "%96", "%97", "%98", TA_ACC32(d, 0), TA_ACC32(d, 8), TA_ACC32(d, 16))
-TA_WGMMA_SHARED(fp16, "f16", 192, TA_REGS_0 ", " TA_REGS_32 ", " TA_REGS_64 ", " TA_REGS_80 ", " TA_REGS_88, "%96", "%97", "%98", TA_ACC32(d, 0), TA_ACC32(d, 8), TA_ACC32(d, 16))
 TA_WGMMA_REGISTERS(bf16, "bf16", 64, TA_REGS_0, "%32, %33, %34, %35", "%36", TA_ACC32(d, 0))
 TA_WGMMA_REGISTERS(fp16, "f16", 64, TA_REGS_0, "%32, %33, %34, %35", "%36", TA_ACC32(d, 0))
 TA_WGMMA_REGISTERS(bf16, "bf16", 128, TA_REGS_0 ", " TA_REGS_32, "%64, %65, %66, %67", "%68", TA_ACC32(d, 0), TA_ACC32(d, 8))
@@ -261,9 +250,6 @@ TA_WGMMA_REGISTERS(fp16, "f16", 128, TA_REGS_0 ", " TA_REGS_32, "%64, %65, %66, 
 #undef TA_ACC32
 #undef TA_REGS_0
 #undef TA_REGS_32
-#undef TA_REGS_64
-#undef TA_REGS_80
-#undef TA_REGS_88
 
 }  // namespace turboattn
 

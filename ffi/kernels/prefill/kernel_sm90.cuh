@@ -162,11 +162,10 @@ __device__ __forceinline__ void StoreRows(const Params& params, const TileSm90<T
   }
 }
 
-// Warpgroup 0: warp 0 is the producer, the others fill in what is known of the rows of its tiles. The other warpgroups
-// are consumers.
+// Warpgroup 0: warp 0 chooses tiles and copies queries and keys, warp 1 copies values, the others write down what is
+// known of a tile's rows. The other warpgroups are consumers.
 template <class Traits, class Params>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
-    PrefillSm90(const __grid_constant__ ArgumentsSm90<Params> args) {
+__global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_constant__ ArgumentsSm90<Params> args) {
   using Shared = SharedSm90<Traits>;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(s_bytes);
@@ -186,7 +185,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     GiveRegisters<Traits::kProducerRegisters>();
     if (warp == 0) {
       TileWalkSm90<Traits, Params> walk(args);
-      ProducerSm90<Traits, Params> producer(args, shared);
+      ProducerSm90<Traits, Params> keys(args, shared, false);
       for (RingSlot<Shared::kTiles> slot(1);; slot.Advance()) {
         WaitBarrier(&shared.tile_empty[slot.index], slot.parity, kTileEmpty);
         TileSm90<Traits>& tile = shared.tiles[slot.index];
@@ -194,7 +193,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         __syncwarp();
         if (threadIdx.x == 0) Arrive(&shared.tile_full[slot.index]);
         if (tile.num_rows == 0) break;
-        producer.Load(tile);
+        keys.Load(tile);
+      }
+    } else if (warp == 1) {
+      ProducerSm90<Traits, Params> values(args, shared, true);
+      for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
+        WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
+        const TileSm90<Traits>& tile = shared.tiles[slot.index];
+        if (tile.num_rows == 0) break;
+        values.Load(tile);
+        __syncwarp();
+        if (threadIdx.x % kWarp == 0) Arrive(&shared.tile_empty[slot.index]);
       }
     } else {
       for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
@@ -202,7 +211,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
         const TileSm90<Traits>& tile = shared.tiles[slot.index];
         const bool last = tile.num_rows == 0;
         if (!last) {
-          for (int r = threadIdx.x - kWarp; r < Traits::kRows; r += kRowWarps * kWarp) {
+          for (int r = threadIdx.x - 2 * kWarp; r < Traits::kRows; r += kRowWarps * kWarp) {
             FillTileRow<Traits::kRows>(params, tile.view, tile.head, tile.first_row, tile.num_rows, r,
                                        &shared.rows[slot.index]);
           }

@@ -40,8 +40,8 @@ inline cudaError_t EncodeTensorMap(CUtensorMap* map, DType dtype, const void* da
   }
   const CUresult result = reinterpret_cast<Encode*>(encode)(
       map, dtype == DType::kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
-      const_cast<void*>(data), size, stride, box_size, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      const_cast<void*>(data), size, stride, box_size, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -59,7 +59,8 @@ template <class Traits>
 cudaError_t EncodeKeys(const LinearAttentionParams& params, const void* array, CUtensorMap* map, int* box_keys) {
   const int64_t kv_heads = params.num_kv_heads, dim = Traits::kDim, batch = params.ragged ? 1 : params.batch;
   *box_keys = Traits::kKeys;
-  return EncodeTensorMap(map, Traits::kDType, array != nullptr ? array : params.query, {dim, kv_heads, params.num_keys, batch},
+  return EncodeTensorMap(map, Traits::kDType, array != nullptr ? array : params.query,
+                         {dim, kv_heads, params.num_keys, batch},
                          {dim * 2, kv_heads * dim * 2, params.num_keys * kv_heads * dim * 2}, {64, 1, *box_keys, 1});
 }
 
@@ -161,7 +162,8 @@ bool SuitsSm90(const Params& params) {
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
     return false;
   }
-  return major == 9 && minor == 0 && SplitsOf(params) == 1 && std::max(RowsToCopy(params), QueryRows(params)) <= INT_MAX;
+  return major == 9 && minor == 0 && SplitsOf(params) == 1 &&
+         std::max(RowsToCopy(params), QueryRows(params)) <= INT_MAX;
 }
 
 namespace sm90 {

@@ -1,11 +1,9 @@
-// The prefill mainloop of the sm90 family: a producer warp copies tiles by TMA, consumer warpgroups multiply them by
+// The prefill mainloop of the sm90 family: producer warps copy tiles by TMA, consumer warpgroups multiply them by
 // wgmma; online softmax in registers, probabilities as the A operand of the second product.
 //
 // Barriers, all mbarriers. `full`: the copy has landed (the producer's arrival and its bytes). `empty`: every consumer
-// warp has arrived after its last read. Tiles of work go from producer to consumers the same way, so that the producer
-// runs ahead into the next tile while consumers end this one. Order of copies: Q, K of the last block, then (K of block
-// j - 1, V of block j) downwards, V of block 0: the order in which consumers ask for them, so rings of one stage would
-// do.
+// warp has arrived after its last read. Tiles of work go from the producer of keys to all others the same way, so that
+// it runs ahead into the next tile while consumers end this one.
 #ifndef TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM90_CUH_
 #define TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM90_CUH_
 
@@ -22,9 +20,9 @@ namespace turboattn::prefill {
 
 // Which tiles a block takes: TileWalkSm90.
 struct ScheduleSm90 {
-  int64_t blocks = 0;    // of the grid
-  int64_t items = 0;     // what they share out: tiles of all heads, or pairs of them
-  int64_t section = 1;   // uniform calls: (sequence, kv head) pairs that are taken together, so that L2 holds their keys
+  int64_t blocks = 0;   // of the grid
+  int64_t items = 0;    // what they share out: tiles of all heads, or pairs of them
+  int64_t section = 1;  // uniform calls: (sequence, kv head) pairs that are taken together, so that L2 holds their keys
   bool in_pairs = false;  // uniform calls: an item is a long tile and the short one that makes up for it
 };
 
@@ -54,9 +52,15 @@ enum WaitSm90 {
   kTileFull = 1,
   kTileEmpty,
   kRowsFull,
-  kQueryFull, kQueryEmpty, kKeyFull, kKeyEmpty, kValueFull, kValueEmpty };
+  kQueryFull,
+  kQueryEmpty,
+  kKeyFull,
+  kKeyEmpty,
+  kValueFull,
+  kValueEmpty
+};
 
-constexpr int kRowWarps = 3;  // of the producer's warpgroup: they fill TileRows
+constexpr int kRowWarps = 2;  // they fill TileRows
 
 template <class Traits>
 struct SharedSm90 {
@@ -87,7 +91,7 @@ struct SharedSm90 {
     for (int i = 0; i < kTiles; ++i) {
       InitBarrier(&tile_full[i], 1);
       InitBarrier(&rows_full[i], kRowWarps);
-      InitBarrier(&tile_empty[i], kConsumerWarps);
+      InitBarrier(&tile_empty[i], kConsumerWarps + 1);  // and the producer of values
     }
     FenceBarrierInit();
   }
@@ -114,7 +118,7 @@ struct RingSlot {
   }
 };
 
-// ---- the producer: one warp
+// ---- producers: a warp each for keys and values
 
 template <class Traits, class Params>
 struct ProducerSm90 {
@@ -125,38 +129,44 @@ struct ProducerSm90 {
 
   const ArgumentsSm90<Params>& args;
   SharedSm90<Traits>& shared;
+  const bool values;
   const int lane = threadIdx.x % kWarp;
-  RingSlot<kStages> key_slot{1}, value_slot{1};
+  RingSlot<kStages> slot{1};
   uint32_t query_parity = 1;
-  // Pages: lane i knows the page of box i of a block (kNoPage: not mapped), and the next block's table entry.
+  // Pages: lane i knows the page table's entry for box i of the next block.
   static constexpr int kNoPage = -1;  // as a coordinate: outside the tensor, so that zeros are copied
-  int page = kNoPage, last_page = kNoPage;
   int32_t next_entry = 0;
   bool next_present = false;
 
-  __device__ ProducerSm90(const ArgumentsSm90<Params>& args, SharedSm90<Traits>& shared) : args(args), shared(shared) {}
+  __device__ ProducerSm90(const ArgumentsSm90<Params>& args, SharedSm90<Traits>& shared, bool values)
+      : args(args), shared(shared), values(values) {}
 
+  // Reads the page table early: the entry is used a block later. A box that no row sees has none.
   __device__ void LookUp(const TileSm90<Traits>& tile, int block) {
-    if constexpr (kPaged) {
-      next_present = false;
-      if (block < 0) return;
-      const int run = tile.blocks.RunOf(block), j = tile.blocks.FirstKey(block) + lane * args.box_keys;
-      next_present = lane * args.box_keys < kKeys && tile.blocks.seen[run].Meets(j, args.box_keys);
-      if (next_present) next_entry = KeysOf(args.params, tile.b, tile.head, run).Entry(j);
-    }
+    next_present = false;
+    if (block < 0) return;
+    const int run = tile.blocks.RunOf(block), j = tile.blocks.FirstKey(block) + lane * args.box_keys;
+    next_present = lane * args.box_keys < kKeys && tile.blocks.seen[run].Meets(j, args.box_keys);
+    if (next_present) next_entry = KeysOf(args.params, tile.b, tile.head, run).Entry(j);
   }
 
-  // The block's keys or values into the ring.
-  __device__ void LoadTile(const TileSm90<Traits>& tile, int block, bool values, RingSlot<kStages>& slot,
-                           int box_page) {
+  // A block's keys or values into the ring.
+  __device__ void LoadBlock(const TileSm90<Traits>& tile, int block) {
     uint64_t* const full = values ? &shared.value_full[slot.index] : &shared.key_full[slot.index];
     const CUtensorMap* const map = values ? &args.value : &args.key;
     const uint32_t to = SharedAddress(values ? shared.value[slot.index] : shared.key[slot.index]);
+    const int first_key = tile.blocks.FirstKey(block);
+    int page = kNoPage;
+    if constexpr (kPaged) {
+      const int64_t found =
+          next_present ? PageOf(args.params.cache, args.params.seqs.layer[tile.b], next_entry) : kUnmapped;
+      if (found != kUnmapped) page = static_cast<int>(found);
+      LookUp(tile, block - 1);
+    }
     WaitBarrier(values ? &shared.value_empty[slot.index] : &shared.key_empty[slot.index], slot.parity,
                 values ? kValueEmpty : kKeyEmpty);
     if constexpr (kPaged) {
-      // A group is mapped when its box is; a box that no row sees counts as unmapped.
-      const int group_page = __shfl_sync(~0u, box_page, lane * 8 / args.box_keys % kWarp);
+      const int group_page = __shfl_sync(~0u, page, lane * 8 / args.box_keys % kWarp);
       const uint32_t mapped = __ballot_sync(~0u, lane < kGroups && group_page != kNoPage);
       if (lane == 0) {
         if (!values) shared.mapped[slot.index] = mapped;
@@ -164,35 +174,23 @@ struct ProducerSm90 {
       }
       __syncwarp();
       if (lane * args.box_keys < kKeys) {
-        const int slot_of_page = tile.blocks.FirstKey(block) + lane * args.box_keys;
+        const int first_slot = (first_key + lane * args.box_keys) & (static_cast<int>(args.params.cache.page_size) - 1);
         for (int panel = 0; panel < Traits::kPanels; ++panel) {
-          CopyBox4(to + (panel * kKeys + lane * args.box_keys) * 128, map, full, panel * 64,
-                   slot_of_page & (static_cast<int>(args.params.cache.page_size) - 1), static_cast<int>(tile.head),
-                   box_page);
+          CopyBox4(to + (panel * kKeys + lane * args.box_keys) * 128, map, full, panel * 64, first_slot,
+                   static_cast<int>(tile.head), page);
         }
       }
     } else if (lane == 0) {
       ArriveExpecting(full, Traits::kTileBytes);
-      const int64_t first = args.params.ragged ? ClampRange(args.params.kv_ranges, tile.b, args.params.num_keys).lo : 0;
+      const bool ragged = args.params.ragged;
+      const int64_t first = ragged ? ClampRange(args.params.kv_ranges, tile.b, args.params.num_keys).lo : 0;
       for (int panel = 0; panel < Traits::kPanels; ++panel) {
         CopyBox4(to + panel * kKeys * 128, map, full, panel * 64, static_cast<int>(tile.head),
-                 static_cast<int>(first + tile.blocks.FirstKey(block)),
-                 args.params.ragged ? 0 : static_cast<int>(tile.b));
+                 static_cast<int>(first + first_key), ragged ? 0 : static_cast<int>(tile.b));
       }
     }
     __syncwarp();
     slot.Advance();
-  }
-
-  __device__ void LoadKeys(const TileSm90<Traits>& tile, int block) {
-    if constexpr (kPaged) {
-      last_page = page;
-      const int64_t found = next_present ? PageOf(args.params.cache, args.params.seqs.layer[tile.b], next_entry)
-                                         : kUnmapped;
-      page = found == kUnmapped ? kNoPage : static_cast<int>(found);
-      LookUp(tile, block - 1);
-    }
-    LoadTile(tile, block, false, key_slot, page);
   }
 
   __device__ void LoadQuery(const TileSm90<Traits>& tile) {
@@ -210,18 +208,14 @@ struct ProducerSm90 {
     __syncwarp();
   }
 
+  // A tile's blocks, from the last to the first; with the keys the query rows.
   __device__ void Load(const TileSm90<Traits>& tile) {
     const int total = tile.blocks.total();
     if (total == 0) return;
-    LookUp(tile, total - 1);
-    LoadQuery(tile);
-    LoadKeys(tile, total - 1);
+    if constexpr (kPaged) LookUp(tile, total - 1);
+    if (!values) LoadQuery(tile);
 #pragma unroll 1
-    for (int block = total - 2; block >= 0; --block) {
-      LoadKeys(tile, block);
-      LoadTile(tile, block + 1, true, value_slot, last_page);
-    }
-    LoadTile(tile, 0, true, value_slot, page);
+    for (int block = total - 1; block >= 0; --block) LoadBlock(tile, block);
   }
 };
 
@@ -235,8 +229,8 @@ struct ConsumerSm90 {
   static constexpr int kConsumers = Traits::kConsumers;
   static constexpr uint32_t kAllMapped = ProducerSm90<Traits, Params>::kAllMapped;
   static constexpr bool kPaged = std::is_same_v<Params, PagedAttentionParams>;
-  static constexpr float kSlack = 8.f;    // in exponents of 2: probabilities up to 256, far inside E
-  static constexpr float kFar = 1024.f;   // exponents of 2; half an ulp there is 2^-14
+  static constexpr float kSlack = 8.f;   // in exponents of 2: probabilities up to 256, far inside E
+  static constexpr float kFar = 1024.f;  // exponents of 2; half an ulp there is 2^-14
   // Named barriers.
   static constexpr int kOwnBarrier = 1, kTurnBarrier = 4, kAllBarrier = 7;
 
@@ -276,9 +270,7 @@ struct ConsumerSm90 {
   __device__ __forceinline__ void StartTurns() const {
     if (warpgroup == kConsumers - 1) ArriveNamed(kTurnBarrier, 2 * kWarpgroup);
   }
-  __device__ __forceinline__ void WaitTurn() const {
-    SyncNamed(kTurnBarrier + warpgroup, 2 * kWarpgroup);
-  }
+  __device__ __forceinline__ void WaitTurn() const { SyncNamed(kTurnBarrier + warpgroup, 2 * kWarpgroup); }
   __device__ __forceinline__ void PassTurn() const {
     const int next = warpgroup + 1 == kConsumers ? 0 : warpgroup + 1;
     ArriveNamed(kTurnBarrier + next, 2 * kWarpgroup);

@@ -22,8 +22,8 @@ struct TraitsSm80 {
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * kWarp;
   static constexpr int kWarpRows = kRows / kWarps;
-  static constexpr int kFragments = kWarpRows / 16;     // m16 tiles of a warp
-  static constexpr int kChunks = kDim / kChunk;         // 16-byte chunks of a row of E
+  static constexpr int kFragments = kWarpRows / 16;                           // m16 tiles of a warp
+  static constexpr int kChunks = kDim / kChunk;                               // 16-byte chunks of a row of E
   static constexpr int kStoredBytes = static_cast<int>(RowBytes(kKv, kDim));  // of a stored row
   static constexpr int kStoredChunks = kStoredBytes / 16;
   static_assert(kKv == kEType || IsQuantised(kKv));
@@ -42,8 +42,8 @@ struct TraitsSm90 {
   static constexpr int kKeys = Tiles::kKeys;
   static constexpr int kStages = Tiles::kStages;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kChunks = kDim / kChunk;   // 16-byte chunks of a row
-  static constexpr int kPanels = kDim / 64;       // a tensor copy with the 128-byte swizzle takes 64 columns
+  static constexpr int kChunks = kDim / kChunk;  // 16-byte chunks of a row
+  static constexpr int kPanels = kDim / 64;      // a tensor copy with the 128-byte swizzle takes 64 columns
   static constexpr int kQueryBytes = kRows * kDim * 2;
   static constexpr int kTileBytes = kKeys * kDim * 2;
   // 65,536 registers an SM.
