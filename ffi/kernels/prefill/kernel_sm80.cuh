@@ -8,6 +8,10 @@
 
 namespace turboattn::prefill {
 
+// Parts that the keys of a tile are cut in.
+TA_HD int SplitsOf(const PagedAttentionParams& params) { return params.plan.prefill_splits; }
+TA_HD int SplitsOf(const LinearAttentionParams&) { return 1; }
+
 // What a split tile leaves in the workspace. rows == 0: there is no such tile.
 struct TileInfo {
   int b;

@@ -36,7 +36,7 @@ inline cudaError_t EncodeTensorMap(CUtensorMap* map, DType dtype, const void* da
     size[i] = static_cast<cuuint64_t>(std::max<int64_t>(sizes[i], 1));  // nothing of an empty tensor is copied
     box_size[i] = static_cast<cuuint32_t>(box[i]);
     step[i] = 1;
-    if (i < 3) stride[i] = static_cast<cuuint64_t>(std::max<int64_t>(strides[i], 16));
+    if (i < 3) stride[i] = static_cast<cuuint64_t>(strides[i]);
   }
   const CUresult result = reinterpret_cast<Encode*>(encode)(
       map, dtype == DType::kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
@@ -58,10 +58,10 @@ cudaError_t EncodeQuery(const Params& params, CUtensorMap* map) {
 template <class Traits>
 cudaError_t EncodeKeys(const LinearAttentionParams& params, const void* array, CUtensorMap* map, int* box_keys) {
   const int64_t kv_heads = params.num_kv_heads, dim = Traits::kDim, batch = params.ragged ? 1 : params.batch;
+  const int64_t keys = std::max<int64_t>(params.num_keys, 1);
   *box_keys = Traits::kKeys;
-  return EncodeTensorMap(map, Traits::kDType, array != nullptr ? array : params.query,
-                         {dim, kv_heads, params.num_keys, batch},
-                         {dim * 2, kv_heads * dim * 2, params.num_keys * kv_heads * dim * 2}, {64, 1, *box_keys, 1});
+  return EncodeTensorMap(map, Traits::kDType, array != nullptr ? array : params.query, {dim, kv_heads, keys, batch},
+                         {dim * 2, kv_heads * dim * 2, keys * kv_heads * dim * 2}, {64, 1, *box_keys, 1});
 }
 
 template <class Traits>
@@ -152,6 +152,15 @@ inline int64_t RowsToCopy(const PagedAttentionParams& params) {
   return params.cache.num_layers * params.cache.num_pages;
 }
 
+// Where the plan cuts the keys of this many tiles in parts, half the card or more is at work without that, and the sm80
+// kernel, which does so, has half the speed.
+constexpr int64_t kWholeTiles = 64;
+
+inline bool KeepsKeysWhole(const LinearAttentionParams&) { return true; }
+inline bool KeepsKeysWhole(const PagedAttentionParams& params) {
+  return params.plan.prefill_splits == 1 || params.plan.prefill_tiles >= kWholeTiles;
+}
+
 // On the card that the family is compiled for, everything but calls that gain from cutting keys in parts, which this
 // kernel does not do: it takes them whole when it is asked for by name.
 template <class Params>
@@ -162,7 +171,7 @@ bool SuitsSm90(const Params& params) {
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
     return false;
   }
-  return major == 9 && minor == 0 && SplitsOf(params) == 1 &&
+  return major == 9 && minor == 0 && KeepsKeysWhole(params) &&
          std::max(RowsToCopy(params), QueryRows(params)) <= INT_MAX;
 }
 

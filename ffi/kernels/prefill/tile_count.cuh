@@ -21,10 +21,6 @@ int64_t MaxTiles(const Params& params) {
   return tiles > 0 ? tiles : 1;
 }
 
-// Parts that the plan cuts the keys of a tile in.
-TA_HD int SplitsOf(const PagedAttentionParams& params) { return params.plan.prefill_splits; }
-TA_HD int SplitsOf(const LinearAttentionParams&) { return 1; }
-
 }  // namespace turboattn::prefill
 
 #endif  // TURBOATTN_KERNELS_PREFILL_TILE_COUNT_CUH_
