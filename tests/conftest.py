@@ -27,17 +27,25 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The calls that an implementation declined, as conformance tests record them: none is passed over in silence."""
-    declined = collections.defaultdict(dict)
+    """What conformance tests record: the calls that an implementation declined, none passed over in silence; how many
+    random cases there were."""
+    declined, drawn = collections.defaultdict(dict), collections.Counter()
     for report in terminalreporter.stats.get("passed", []):
-        for implementation, reason, spec in (x for n, x in report.user_properties if n == "declined"):
-            declined[implementation, reason][spec] = None
+        for name, recorded in report.user_properties:
+            if name == "declined":
+                implementation, reason, spec = recorded
+                declined[implementation, reason][spec] = None
+            elif name == "drawn":
+                implementation, count = recorded
+                drawn[implementation] += count
     if declined:
         terminalreporter.section("calls that were declined, each with NotImplementedError")
     for (implementation, reason), specs in sorted(declined.items()):
         names = ", ".join(specs)
         shown = names if len(names) <= 400 else names[:400] + " ..."
         terminalreporter.write_line(f"{implementation}: {reason}: {len(specs)} specs: {shown}")
+    for implementation, count in sorted(drawn.items()):
+        terminalreporter.write_line(f"{implementation}: {count} random cases")
 
 
 def _gpu() -> bool:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import conformance
 import jax
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import jax_turboattn as ta
 from jax_turboattn import __main__ as command_line
 from jax_turboattn.backends import ffi
+from jax_turboattn.testing import cases
 
 
 def test_the_cpu_module_is_here():
@@ -42,6 +44,8 @@ def test_kernels_lists_the_registry(capsys):
     names = [line.split()[0] for line in printed.out.splitlines()[1:]]
     assert names[: len(ffi.load("cpu").module.kernels())] == [k["name"] for k in ffi.load("cpu").module.kernels()]
     assert any(name.startswith("decode_cpu_bfloat16_kvint8") for name in names)
+    status, printed = run(capsys, "kernels", "--markdown")
+    assert status == 0 and "| `gather_kv` | gather | `cpu` | any |" in printed.out
 
 
 @pytest.mark.parametrize(
@@ -84,6 +88,21 @@ def test_explain_names_the_kernels(function):
         assert found[0].chosen and [names[kernel] for kernel in found[0].kernels] == expected
         assert all(kernel.endswith("bfloat16_kvint8") for kernel in found[0].kernels)
         assert [c.kernels for c in found[1:]] == [()] * (len(found) - 1)
+
+
+def test_families_by_name():
+    """`cuda:sm80` is a name for every function; a family without attention kernels has the rest alone."""
+    if ffi.load("cuda").reason is not None:
+        pytest.skip(ffi.load("cuda").reason)
+    built = {kernel["family"] for kernel in ffi.load("cuda").module.kernels()}
+    for family in ("sm75", "sm80", "sm90"):
+        for spec in (s for s in cases.SPECS if s.name in ("plain", "bfloat16", "few")):
+            reason = conformance.declined(spec, f"cuda:{family}")
+            attends = spec.op not in ("append_kv", "gather_kv", "copy_pages", "merge_partials")
+            if attends and family not in built:
+                assert f"no {family} " in reason
+            elif family == "sm80" or not attends:
+                assert reason is None
 
 
 @pytest.mark.parametrize(

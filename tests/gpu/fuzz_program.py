@@ -219,18 +219,20 @@ def main() -> int:
     if not chosen:
         print(f"no program has {args.only!r} in its name")
         return 5
-    failed = 0
+    failed = total = 0
     for name, kv_dtype in chosen:
         started = time.perf_counter()
         try:
-            result = f"{fuzz(name, kv_dtype, args.implementation, args.sets, args.calls)} sets"
+            count = fuzz(name, kv_dtype, args.implementation, args.sets, args.calls)
+            total += count
+            result = f"{count} sets"
         except NotImplementedError as reason:
             result = f"declined: {reason}"
         except AssertionError as error:
             failed += 1
             result = f"FAILED: {str(error)[:400]}"
         print(f"{name:<10} {kv_dtype:<14} {time.perf_counter() - started:6.1f} s  {result}", flush=True)
-    print(f"{len(chosen) - failed} of {len(chosen)} programs kept to their pages")
+    print(f"{len(chosen) - failed} of {len(chosen)} programs kept to their pages, in {total} calls")
     return 1 if failed else 0
 
 

@@ -140,7 +140,8 @@ def stages(word: str) -> list[Stage]:
     for tool in SANITIZERS:
         command = [*sanitize(sanitizer, tool), *cases]
         found.append(Stage(tool, command, 30, SANITIZED, missing))
-    fuzz = [PYTHON, "tests/gpu/fuzz_program.py", "--sets", "25", "--calls", "5", *(["--only", word] if word else [])]
+    # 900 calls of each program: 10,800 through those that take a page table, lengths and offsets, twice that in all.
+    fuzz = [PYTHON, "tests/gpu/fuzz_program.py", "--sets", "100", "--calls", "9", *(["--only", word] if word else [])]
     found.append(Stage("fuzz", [*sanitize(sanitizer, "memcheck"), *fuzz], 60, SANITIZED, missing))
     bench = [PYTHON, "benchmarks/bench_gpu.py", "--quick", *(["--only", word] if word else [])]
     found.append(Stage("bench", bench, 45))

@@ -1,6 +1,12 @@
-"""The same call a hundred times, another one in between: the same bits each time."""
+"""The same call a hundred times, another one in between: the same bits each time.
+
+Calls of a few shapes that cut work in parts, and a small one for every kernel row; hosts without a GPU run the latter
+on the CPU kernels.
+"""
 
 import functools
+import importlib.util
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +15,12 @@ import pytest
 
 import jax_turboattn as ta
 
-pytestmark = pytest.mark.gpu
+_path = pathlib.Path(__file__).with_name("sanitizer_cases.py")
+_spec = importlib.util.spec_from_file_location("sanitizer_cases", _path)
+sanitizer_cases = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(sanitizer_cases)
+
+ROWS = sanitizer_cases.rows("_cuda" if jax.default_backend() == "gpu" else "_cpu")
 REPEATS = 100
 IMPLEMENTATIONS = ["cuda", "pallas"]
 H, K, D, P, B, M = 16, 4, 128, 32, 24, 40
@@ -86,20 +97,22 @@ def bits(tree):
     return [jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}") for x in jax.tree.leaves(tree)]
 
 
-def different(name: str, kv_dtype: str, implementation: str, repeats: int = REPEATS) -> int:
-    """How many of the repeats differ from the first in any bit."""
-    call, arrays, lens = CALLS[name](kv_dtype, implementation)
-    call = jax.jit(call)
+def different(call, arguments, others) -> int:
+    """How many of the repeats of a compiled call differ from the first in any bit.
+
+    others: arguments of the calls in between: other contents of the workspace, under the same executable.
+    """
     same = jax.jit(lambda a, b: jnp.all(jnp.array([jnp.all(x == y) for x, y in zip(bits(a), bits(b))])))
-    first = call(*arrays, lens)
-    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(first) if x.dtype != jnp.uint8)
+    first = call(*arguments)
+    assert not any(bool(jnp.isnan(x).any()) for x in jax.tree.leaves(first) if x.dtype != jnp.uint8)
     equal = []
-    for _ in range(repeats):
-        call(*arrays, jnp.maximum(lens // 3, 1))  # other contents of the workspace, under the same executable
-        equal.append(same(call(*arrays, lens), first))
-    return int(repeats - sum(map(int, equal)))
+    for _ in range(REPEATS):
+        call(*others)
+        equal.append(same(call(*arguments), first))
+    return REPEATS - sum(map(int, equal))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "name, kv_dtype",
@@ -107,6 +120,15 @@ def different(name: str, kv_dtype: str, implementation: str, repeats: int = REPE
 )
 def test_hundred_repeats_are_bitwise_equal(name, kv_dtype, implementation):
     try:
-        assert different(name, kv_dtype, implementation) == 0
+        call, arrays, lens = CALLS[name](kv_dtype, implementation)
+        assert different(jax.jit(call), (*arrays, lens), (*arrays, jnp.maximum(lens // 3, 1))) == 0
     except NotImplementedError as reason:
         pytest.skip(str(reason))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row["name"] for row in ROWS])
+def test_every_kernel_repeats_its_bits(row, monkeypatch):
+    monkeypatch.setenv("JAX_TURBOATTN_IMPLEMENTATION", sanitizer_cases.implementation(row))
+    make = sanitizer_cases.CALLS[row["phase"]]
+    (function, arguments), (_, others) = (make(np.random.default_rng(seed), row) for seed in (0, 1))
+    assert different(jax.jit(function), *jax.device_put((arguments, others))) == 0

@@ -52,6 +52,20 @@ __device__ __forceinline__ void LoadMatrix4Transposed(uint32_t (&r)[4], uint32_t
                : "memory");
 }
 
+// Programmatic dependent launch (9.0 and newer; nothing elsewhere). A grid that was launched as a dependent of the one
+// before it may start when all blocks of that one have said LaunchDependents(), and sees its results after
+// WaitForPrerequisites().
+__device__ __forceinline__ void LaunchDependents() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void WaitForPrerequisites() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // The transpose of an 8 x 8 matrix of 16-bit elements held as (row g, columns 2c, 2c+1).
 __device__ __forceinline__ uint32_t TransposeMatrix(uint32_t x) {
   uint32_t y;

@@ -86,6 +86,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kThreads = Traits::kThreads;
   extern __shared__ __align__(128) unsigned char s_bytes[];
   SharedSm80<Traits>& shared = *reinterpret_cast<SharedSm80<Traits>*>(s_bytes);
+  LaunchDependents();  // the merge: its blocks wait for this grid's end where there is room for them
   const WorkspaceView workspace(params);
   const int64_t batch = params.seqs.batch, group = GroupOf(params);
   const bool fixed_parts = params.batch_invariant;
@@ -141,6 +142,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       // A fused step's new rows are stored while the query is made ready. They pass through memory that is ring 1's.
       const NewRows<Traits> new_rows(params, shared.view, shared.blocks, b, head, first_block,
                                      first_block + num_blocks);
+      // A sequence without a key to see has one block in the list and none here.
+      const int keyed = shared.blocks.total() == 0 ? 0 : num_blocks;
+      MainloopSm80<Traits> mainloop(params, shared, b, head, first_block, keyed, q_len > 1 || view.has_tree);
+      mainloop.LookUp(0);  // on its way while the query is
       static_assert(sizeof(shared.query_at_first) <= sizeof(shared.rings[0]));
       static_assert(kWarps * kDim * sizeof(float) <= sizeof(shared.rings[1]));
       float* s_row = reinterpret_cast<float*>(&shared.rings[1]) + threadIdx.x / kWarp * kDim;
@@ -151,10 +156,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         __syncthreads();
       }
 
-      // A sequence without a key to see has one block in the list and none here.
-      const int keyed = shared.blocks.total() == 0 ? 0 : num_blocks;
-      MainloopSm80<Traits> mainloop(params, shared, b, head, first_block, keyed, q_len > 1 || view.has_tree);
-      mainloop.Start();
+      mainloop.TakeQuery();
       __syncthreads();  // the rings take the query's place, and the new rows are in the cache
       mainloop.Run();
       __syncthreads();  // the rings become the exchange buffer
@@ -222,6 +224,7 @@ template <class Traits>
 __global__ void __launch_bounds__(Traits::kRows* kWarp, 1024 / (Traits::kRows * kWarp))
     MergeSm80(const __grid_constant__ PagedAttentionParams params) {
   constexpr int kRows = Traits::kRows, kDim = Traits::kDim;
+  WaitForPrerequisites();
   const WorkspaceView workspace(params);
   const int64_t slots = *workspace.slots_in_use, group = GroupOf(params);
   const int row = threadIdx.x / kWarp;

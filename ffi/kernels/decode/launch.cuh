@@ -15,11 +15,12 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   static_assert(kBytes <= kMaxSharedBytes<Traits::kBlocks, Traits::kDim>);
   const auto kernel = &DecodeSm80<Traits>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  int device = 0, multiprocessors = 0, resident = 0;
+  int device = 0, multiprocessors = 0, major = 0, resident = 0;
   if (error == cudaSuccess) error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   }
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error == cudaSuccess) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, Traits::kThreads, kBytes);
   }
@@ -34,8 +35,16 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   // 1024 threads reside on an SM. No slot, no sequence: one block that finds nothing.
   const int64_t merging =
       std::clamp<int64_t>(slots, 1, 1024 / (Traits::kRows * kWarp) * static_cast<int64_t>(multiprocessors));
-  MergeSm80<Traits><<<static_cast<int>(merging), Traits::kRows * kWarp, 0, stream>>>(params);
-  return cudaGetLastError();
+  cudaLaunchAttribute dependent;
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(merging));
+  config.blockDim = dim3(Traits::kRows * kWarp);
+  config.stream = stream;
+  config.attrs = &dependent;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, &MergeSm80<Traits>, params);
 }
 
 template <DType kE, DType kKv, int kHeadDim>

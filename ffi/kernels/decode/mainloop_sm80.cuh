@@ -594,9 +594,8 @@ struct MainloopSm80 {
     }
   }
 
-  // Then a barrier, and Run().
-  __device__ void Start() {
-    LookUp(0);
+  // After LookUp(0); then a barrier, and Run().
+  __device__ void TakeQuery() {
     if constexpr (Traits::kQueryInRegisters) {
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
