@@ -13,8 +13,9 @@ Common keywords of the attention functions:
   alibi_slopes: [H] float, `logits -= slope * |p - s|` after the soft cap.
   return_residual: also return the natural log of the softmax denominator, float32.
   out_dtype: E (default) or float32.
-  implementation: "cuda", "cpu", "pallas", "xla" (or "cuda:sm80" to force a kernel family). Default: the first that has a
-    kernel, by platform; the environment variable JAX_TURBOATTN_IMPLEMENTATION forces one for a process.
+  implementation: "cuda", "cpu", "pallas", "xla" (or "cuda:sm80" to force a kernel family in the phases of the call that
+    it has kernels for). Default: the first that has a kernel, by platform; the environment variable
+    JAX_TURBOATTN_IMPLEMENTATION forces one for a process.
 
 Errors, at trace time: ValueError or TypeError when arguments disagree, NotImplementedError when the named
 implementation has no kernel for a legal call. Rows that see no key are zeros with a residual of -inf (or the sink).

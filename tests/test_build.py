@@ -123,6 +123,15 @@ def test_targets_of_a_family(tmp_path, gpus, family, targets):
     assert [line.split("|")[1] for line in lines] == ([] if targets is None else [targets])
 
 
+def test_better_families_come_first():
+    """A handler takes the first kernel that suits a call, and the sm80 kernels suit all."""
+    names = [line.split("|")[2] for line in list_kernels()[1]]
+    better = [name for name in names if "_sm90_" in name]
+    assert better
+    for name in better:
+        assert names.index(name) < names.index(name.replace("_sm90_", "_sm80_"))
+
+
 @pytest.mark.parametrize("module", ["_cpu", "_cuda"])
 def test_module_lists_its_kernels(module):
     extension = pytest.importorskip(f"jax_turboattn.{module}", reason=f"{module} was not built")

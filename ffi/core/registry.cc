@@ -1,22 +1,12 @@
 #include "core/registry.h"
 
 namespace turboattn {
-namespace {
 
 bool Offers(const KernelDesc& offered, const KernelDesc& asked) {
   return offered.phase == asked.phase && (asked.family.empty() || offered.family == asked.family) &&
          (offered.head_dim == 0 || offered.head_dim == asked.head_dim) &&
          (offered.value_dim == 0 || offered.value_dim == asked.value_dim) &&
          (!offered.dtype || offered.dtype == asked.dtype) && (!offered.kv_dtype || offered.kv_dtype == asked.kv_dtype);
-}
-
-}  // namespace
-
-const Kernel* FindKernel(const KernelDesc& asked) {
-  for (const Kernel& kernel : Kernels()) {
-    if (Offers(kernel.desc(), asked)) return &kernel;
-  }
-  return nullptr;
 }
 
 }  // namespace turboattn

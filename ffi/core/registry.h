@@ -10,10 +10,22 @@
 
 namespace turboattn {
 
+// Whether a kernel is the one to take a call that its desc offers, where that is left open: decided on the host, from
+// static sizes and the current device.
+template <class Params>
+using Suits = bool(const Params&);
+
 class Kernel {
  public:
   template <class Launch>
   Kernel(KernelDesc desc, Launch* launch) : desc_(std::move(desc)), launch_(reinterpret_cast<AnyFunction>(launch)) {}
+
+  // `suits`: of the Params that `launch` takes.
+  template <class Launch, class Params>
+  Kernel(KernelDesc desc, Launch* launch, Suits<Params>* suits)
+      : desc_(std::move(desc)),
+        launch_(reinterpret_cast<AnyFunction>(launch)),
+        suits_(reinterpret_cast<AnyFunction>(suits)) {}
 
   const KernelDesc& desc() const { return desc_; }
 
@@ -23,18 +35,40 @@ class Kernel {
     return reinterpret_cast<Launch*>(launch_);
   }
 
+  template <class Params>
+  bool suits(const Params& params) const {
+    return suits_ == nullptr || reinterpret_cast<Suits<Params>*>(suits_)(params);
+  }
+
  private:
   using AnyFunction = void (*)();
   KernelDesc desc_;
   AnyFunction launch_;
+  AnyFunction suits_ = nullptr;  // null: every call
 };
 
 // All kernels of this module, in order of preference. The table is generated from kernel_matrix.cmake (_cuda) or
 // written by hand (_cpu).
 const std::vector<Kernel>& Kernels();
 
-// The first kernel that offers what is asked (an empty family in `asked` takes any); null when there is none.
-const Kernel* FindKernel(const KernelDesc& asked);
+// Whether a kernel of desc `offered` can do what is asked; an empty family in `asked` takes any.
+bool Offers(const KernelDesc& offered, const KernelDesc& asked);
+
+// The kernel for a call: the first of the family asked for, or, where no family is asked for or it has none, the first
+// that offers what is asked and suits the call. Null when there is none.
+template <class Params>
+const Kernel* FindKernel(KernelDesc asked, const Params& params) {
+  if (!asked.family.empty()) {
+    for (const Kernel& kernel : Kernels()) {
+      if (Offers(kernel.desc(), asked)) return &kernel;
+    }
+    asked.family.clear();
+  }
+  for (const Kernel& kernel : Kernels()) {
+    if (Offers(kernel.desc(), asked) && kernel.suits(params)) return &kernel;
+  }
+  return nullptr;
+}
 
 }  // namespace turboattn
 

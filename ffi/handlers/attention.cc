@@ -17,7 +17,7 @@ ffi::Error Attention(Context context, ffi::RemainingArgs args, ffi::RemainingRet
   if ((params.segment_ids_q == nullptr) != (params.segment_ids_kv == nullptr))
     operands.Fail("segment_ids must be given for queries and keys");
   if (!operands.ok()) return operands.error();
-  return Launch(context, LinearDesc(params), params);
+  return Launch(context, LinearDesc(params, attributes.family), params);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@ namespace turboattn {
 
 struct LinearAttributes {
   std::string_view operands;
+  std::string_view family;  // of kernels, where the user names one, and the phase has it; else empty
   bool is_causal;
   float scale;
   float logits_soft_cap;
@@ -20,6 +21,7 @@ struct LinearAttributes {
 
 struct PagedAttributes {
   std::string_view operands;
+  std::string_view family;
   bool is_causal;
   float scale;
   float logits_soft_cap;
@@ -45,6 +47,7 @@ struct AppendAttributes {
 
 struct StepAttributes {
   std::string_view operands;
+  std::string_view family;
   bool is_causal;
   float scale;
   float logits_soft_cap;
@@ -85,12 +88,12 @@ RopeAttributes RopePart(const Attributes& a) {
 using xla::ffi::StructMember;
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(turboattn::LinearAttributes, StructMember<std::string_view>("operands"),
-                                      StructMember<bool>("is_causal"), StructMember<float>("scale"),
-                                      StructMember<float>("logits_soft_cap"));
+                                      StructMember<std::string_view>("family"), StructMember<bool>("is_causal"),
+                                      StructMember<float>("scale"), StructMember<float>("logits_soft_cap"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(turboattn::PagedAttributes, StructMember<std::string_view>("operands"),
-                                      StructMember<bool>("is_causal"), StructMember<float>("scale"),
-                                      StructMember<float>("logits_soft_cap"),
+                                      StructMember<std::string_view>("family"), StructMember<bool>("is_causal"),
+                                      StructMember<float>("scale"), StructMember<float>("logits_soft_cap"),
                                       StructMember<std::string_view>("kv_dtype"), StructMember<int32_t>("value_dim"),
                                       StructMember<int32_t>("cp_size"), StructMember<bool>("batch_invariant"));
 
@@ -104,14 +107,14 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(turboattn::AppendAttributes, StructMember<
                                       StructMember<bool>("rope_sections_interleaved"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
-    turboattn::StepAttributes, StructMember<std::string_view>("operands"), StructMember<bool>("is_causal"),
-    StructMember<float>("scale"), StructMember<float>("logits_soft_cap"), StructMember<std::string_view>("kv_dtype"),
-    StructMember<int32_t>("value_dim"), StructMember<int32_t>("cp_size"), StructMember<bool>("batch_invariant"),
-    StructMember<int32_t>("rope_dim"), StructMember<int32_t>("rope_offset"), StructMember<bool>("rope_interleaved"),
-    StructMember<float>("rope_attention_factor"), StructMember<int32_t>("rope_section_t"),
-    StructMember<int32_t>("rope_section_h"), StructMember<int32_t>("rope_section_w"),
-    StructMember<bool>("rope_sections_interleaved"), StructMember<int32_t>("logn"),
-    StructMember<bool>("logn_zero_based"));
+    turboattn::StepAttributes, StructMember<std::string_view>("operands"), StructMember<std::string_view>("family"),
+    StructMember<bool>("is_causal"), StructMember<float>("scale"), StructMember<float>("logits_soft_cap"),
+    StructMember<std::string_view>("kv_dtype"), StructMember<int32_t>("value_dim"), StructMember<int32_t>("cp_size"),
+    StructMember<bool>("batch_invariant"), StructMember<int32_t>("rope_dim"), StructMember<int32_t>("rope_offset"),
+    StructMember<bool>("rope_interleaved"), StructMember<float>("rope_attention_factor"),
+    StructMember<int32_t>("rope_section_t"), StructMember<int32_t>("rope_section_h"),
+    StructMember<int32_t>("rope_section_w"), StructMember<bool>("rope_sections_interleaved"),
+    StructMember<int32_t>("logn"), StructMember<bool>("logn_zero_based"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(turboattn::GatherAttributes, StructMember<std::string_view>("operands"),
                                       StructMember<std::string_view>("kv_dtype"));

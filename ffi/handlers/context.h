@@ -125,7 +125,7 @@ inline Status CopyBytes(Context, void* to, const void* from, size_t bytes) {
 // Finds the kernel for `asked` and runs it.
 template <class Params>
 ffi::Error Launch(Context context, const KernelDesc& asked, const Params& params) {
-  const Kernel* kernel = FindKernel(asked);
+  const Kernel* kernel = FindKernel(asked, params);
   if (kernel == nullptr) return ffi::Error::Internal(to_string(asked) + ": this build has no such kernel");
   const Status status = RunKernel(context, *kernel, params);
   return status.ok() ? ffi::Error::Success()

@@ -3,6 +3,7 @@
 #define TURBOATTN_HANDLERS_LINEAR_OPERANDS_H_
 
 #include <string>
+#include <string_view>
 
 #include "core/desc.h"
 #include "handlers/attributes.h"
@@ -34,8 +35,9 @@ inline LinearAttentionParams ReadLinear(Operands& operands, const LinearAttribut
   return params;
 }
 
-inline KernelDesc LinearDesc(const LinearAttentionParams& params) {
-  return {Phase::kAttention, "", params.dtype, params.dtype, params.head_dim, params.value_dim};
+// family: see LinearAttributes.
+inline KernelDesc LinearDesc(const LinearAttentionParams& params, std::string_view family) {
+  return {Phase::kAttention, std::string(family), params.dtype, params.dtype, params.head_dim, params.value_dim};
 }
 
 }  // namespace turboattn

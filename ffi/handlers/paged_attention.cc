@@ -17,7 +17,7 @@ ffi::Error PagedAttention(Context context, ffi::RemainingArgs args, ffi::Remaini
   params.batch_invariant = attributes.batch_invariant;
   PlanWorkspace(operands, &params);
   if (!operands.ok()) return operands.error();
-  return LaunchPaged(context, params);
+  return LaunchPaged(context, params, attributes.family);
 }
 
 }  // namespace

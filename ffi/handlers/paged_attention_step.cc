@@ -28,7 +28,7 @@ ffi::Error PagedAttentionStep(Context context, ffi::RemainingArgs args, ffi::Rem
     const ffi::Error appended = Launch(context, AppendDesc(append), append);
     if (appended.failure()) return appended;
   }
-  return LaunchPaged(context, attention);
+  return LaunchPaged(context, attention, attributes.family);
 }
 
 }  // namespace

@@ -181,10 +181,10 @@ PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache
 void PlanWorkspace(Operands& operands, PagedAttentionParams* params) {
   const Sequences& seqs = params->seqs;
   if (!operands.ok()) return;
-  params->plan = PlanPaged({seqs.batch, seqs.num_tokens, seqs.uniform_q_len, params->num_heads,
-                            params->cache.num_kv_heads, params->cache.value_dim,
-                            (seqs.max_pages + seqs.num_prefix_pages) * params->cache.page_size,
-                            params->batch_invariant});
+  params->plan =
+      PlanPaged({seqs.batch, seqs.num_tokens, seqs.uniform_q_len, params->num_heads, params->cache.num_kv_heads,
+                 params->cache.value_dim, (seqs.max_pages + seqs.num_prefix_pages) * params->cache.page_size,
+                 params->batch_invariant});
   params->workspace = operands.ScratchResult(params->plan.workspace_bytes);
 }
 
@@ -196,9 +196,10 @@ bool AttentionAppends([[maybe_unused]] const PagedAttentionParams& params) {
 #endif
 }
 
-ffi::Error LaunchPaged(Context context, const PagedAttentionParams& params) {
-  KernelDesc desc = {Phase::kPrefill,        "", params.cache.dtype, params.cache.kv_dtype, params.cache.head_dim,
-                     params.cache.value_dim};
+ffi::Error LaunchPaged(Context context, const PagedAttentionParams& params, std::string_view family) {
+  const KvCache& cache = params.cache;
+  KernelDesc desc = {Phase::kPrefill, std::string(family), cache.dtype,
+                     cache.kv_dtype,  cache.head_dim,      cache.value_dim};
 #if defined(TURBOATTN_CUDA)
   if (params.plan.runs_decode) {
     desc.phase = Phase::kDecode;

@@ -56,8 +56,8 @@ void PlanWorkspace(Operands& operands, PagedAttentionParams* params);
 // Whether the planned kernels of a fused step store its new keys and values too.
 bool AttentionAppends(const PagedAttentionParams& params);
 
-// One kernel on the CPU; on CUDA those of params.plan.
-ffi::Error LaunchPaged(Context context, const PagedAttentionParams& params);
+// One kernel on the CPU; on CUDA those of params.plan. family: see LinearAttributes.
+ffi::Error LaunchPaged(Context context, const PagedAttentionParams& params, std::string_view family);
 
 // Refuses operands that no kernel of this module takes.
 void RefuseOperands(Operands& operands, std::initializer_list<const char*> names);

@@ -13,7 +13,7 @@ ffi::Error RaggedAttention(Context context, ffi::RemainingArgs args, ffi::Remain
   params.kv_ranges = operands.Ints("kv_ranges", "B 2");
   params.batch = operands.size('B');
   if (!operands.ok()) return operands.error();
-  return Launch(context, LinearDesc(params), params);
+  return Launch(context, LinearDesc(params, attributes.family), params);
 }
 
 }  // namespace

@@ -50,6 +50,11 @@ set(TURBOATTN_KERNEL_MATRIX
   "append|simt|any|any|fp16|int4"
   "append|simt|any|any|fp16|fp8"
 
+  # Of one phase, the family that is better where it suits a call comes first.
+  "attention|sm90|64|64|bf16|bf16"
+  "attention|sm90|64|64|fp16|fp16"
+  "attention|sm90|128|128|bf16|bf16"
+  "attention|sm90|128|128|fp16|fp16"
   "attention|sm80|64|64|bf16|bf16"
   "attention|sm80|64|64|fp16|fp16"
   "attention|sm80|128|128|bf16|bf16"
@@ -97,6 +102,10 @@ set(TURBOATTN_KERNEL_MATRIX
   "merge|simt|any|any|bf16|bf16"
   "merge|simt|any|any|fp16|fp16"
 
+  "prefill|sm90|64|64|bf16|bf16"
+  "prefill|sm90|64|64|fp16|fp16"
+  "prefill|sm90|128|128|bf16|bf16"
+  "prefill|sm90|128|128|fp16|fp16"
   "prefill|sm80|64|64|bf16|bf16"
   "prefill|sm80|64|64|bf16|int8"
   "prefill|sm80|64|64|bf16|int4"

@@ -158,19 +158,19 @@ def _asked(spec: Spec, platform: str) -> list[dict[str, Any]]:
     return [dict(phase=phase, **dims, dtype=spec.dtype, kv_dtype=spec.kv_dtype) for phase in phases]
 
 
-def _offered(asked: dict[str, Any], platform: str, family: str | None) -> str | None:
-    """The name of the kernel that the handler will find: as FindKernel in ffi/core/registry.cc."""
-    for kernel in load(platform).module.kernels():
-        right_family = asked["phase"] not in _ATTENTION_PHASES or family in (None, kernel["family"])
-        if right_family and all(kernel[name] in (None, x) for name, x in asked.items()):
-            return kernel["name"]
-    return None
+def _offered(asked: dict[str, Any], platform: str, family: str | None) -> list[dict[str, Any]]:
+    """The kernels among which the handler finds one, best first: as FindKernel in ffi/core/registry.h.
+
+    A family that is named is that of the phases which have it; the first kernel of it takes the call.
+    """
+    kernels = load(platform).module.kernels()
+    found = [kernel for kernel in kernels if all(kernel[name] in (None, x) for name, x in asked.items())]
+    return [kernel for kernel in found if kernel["family"] == family][:1] or found
 
 
 def kernels(spec: Spec, platform: str, family: str | None = None) -> tuple[str, ...]:
     """Names of the kernels that a call which `supports` takes may launch."""
-    names = (_offered(asked, platform, family) for asked in _asked(spec, platform))
-    return tuple(name for name in names if name is not None)
+    return tuple(kernel["name"] for asked in _asked(spec, platform) for kernel in _offered(asked, platform, family))
 
 
 def _cuda_missing(spec: Spec, family: str | None) -> str | None:
@@ -182,15 +182,20 @@ def _cuda_missing(spec: Spec, family: str | None) -> str | None:
         phase, said = asked["phase"], ", ".join(f"{name} {x}" for name, x in asked.items() if name != "phase")
         if asked.get("head_dim", 0) % 8 or (phase != "merge" and asked.get("value_dim", 0) % 8):
             return f"the CUDA kernels take rows of a multiple of 8 elements, not {said}"
-        if _offered(asked, "cuda", family) is None:
-            of_family = f"{family} " if family else ""
-            return f"the CUDA module has no {of_family}{phase} kernel for {said}"
+        if not _offered(asked, "cuda", None):
+            return f"the CUDA module has no {phase} kernel for {said}"
+    phases = [asked for asked in _asked(spec, "cuda") if asked["phase"] in _ATTENTION_PHASES]
+    if family and phases and not any(_offered(asked, "cuda", family)[0]["family"] == family for asked in phases):
+        said = ", ".join(f"{name} {x}" for name, x in phases[-1].items())
+        return f"the CUDA module has no {family} kernel for {said}"
     return None
 
 
 def attributes(spec: Spec) -> dict[str, Any]:
     """FFI attributes, each of the one type that its handler binds (the names and types are those of ffi/handlers)."""
     named: dict[str, Any] = {"operands": ",".join(spec.operands)}
+    if isinstance(spec, (AttnSpec, StepSpec)):
+        named |= {"family": (spec.implementation or "").partition(":")[2]}
     if isinstance(spec, AttnSpec):
         named |= _attention_attributes(spec)
     elif isinstance(spec, AppendSpec):

@@ -56,7 +56,7 @@ def test_attributes_are_strict():
 
 def test_unsupported_operands_are_refused():
     q = jnp.zeros((1, 4, 2, 8))
-    attributes = {"is_causal": np.bool_(False), "scale": np.float32(1), "logits_soft_cap": np.float32(0)}
+    attributes = {"family": "", "is_causal": np.bool_(False), "scale": np.float32(1), "logits_soft_cap": np.float32(0)}
     results = [((1, 4, 2, 8), jnp.float32), ((1, 4, 2), jnp.float32)]
     with pytest.raises(jax.errors.JaxRuntimeError, match="attention: bias has no kernel in this module"):
         call("attention", results, q, q, q, jnp.zeros((1, 1, 4, 4)), operands="query,key,value,bias", **attributes)

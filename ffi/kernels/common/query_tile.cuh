@@ -28,18 +28,16 @@ __device__ inline const QueryPrologue* PrologueOf(const PagedAttentionParams& pa
 }
 __device__ inline const QueryPrologue* PrologueOf(const LinearAttentionParams&) { return nullptr; }
 
-// Bias, RoPE and logn on the rows of a tile in shared memory, in float32 with one rounding at the end. An item is a
-// pair of rotated columns, or a column that is not rotated, of kRowsPerItem consecutive rows: the heads of a token
-// share its angle. Reads and writes of an item are its own.
-template <class E, int kRows, int kDim>
-__device__ void ApplyPrologue(const QueryPrologue& prologue, int64_t b, const TileRows<kRows>& tile, int rows,
-                              E* s_query) {
+// Bias, RoPE and logn on rows begin .. end - 1 of a tile in shared memory, in float32 with one rounding at the end.
+// element(r, d): where column d of row r is. By `threads` threads, of which this is number `thread`. An item is a pair
+// of rotated columns, or a column that is not rotated, of kRowsPerItem consecutive rows: the heads of a token share its
+// angle. Reads and writes of an item are its own.
+template <class E, int kDim, int kRows, class Element>
+__device__ void ApplyPrologue(const QueryPrologue& prologue, int64_t b, const TileRows<kRows>& tile, int begin, int end,
+                              int thread, int threads, Element element) {
   constexpr int kRowsPerItem = 8;
   const RopeParams& rope = prologue.rope;
   const int pairs = rope.dim / 2, columns = pairs + kDim - rope.dim;
-  const auto element = [&](int r, int d) -> E& {
-    return s_query[SwizzledChunk<kDim / kChunk>(r, d / kChunk) * kChunk + d % kChunk];
-  };
   const auto load = [&](int r, int d) {
     const float x = ToFloat(element(r, d));
     if (prologue.bias == nullptr) return x;
@@ -47,9 +45,10 @@ __device__ void ApplyPrologue(const QueryPrologue& prologue, int64_t b, const Ti
     return AddRn(x, prologue.bias_dtype == DType::kFloat32 ? static_cast<const float*>(prologue.bias)[i]
                                                            : ToFloat(static_cast<const E*>(prologue.bias)[i]));
   };
-  for (int item = threadIdx.x; item < columns * (kRows / kRowsPerItem); item += blockDim.x) {
-    const int column = item % columns, first = item / columns * kRowsPerItem;
-    const int last = first + kRowsPerItem < rows ? first + kRowsPerItem : rows;
+  const int items = end > begin ? (end - begin + kRowsPerItem - 1) / kRowsPerItem * columns : 0;
+  for (int item = thread; item < items; item += threads) {
+    const int column = item % columns, first = begin + item / columns * kRowsPerItem;
+    const int last = first + kRowsPerItem < end ? first + kRowsPerItem : end;
     int64_t turned = -1;
     SinCos turn = {1.f, 0.f};
     float logn = 1.f;
@@ -107,7 +106,10 @@ __device__ void LoadQueryTile(const Params& params, int64_t b, const TileRows<kR
   __syncthreads();
   besides();
   if (const QueryPrologue* prologue = PrologueOf(params)) {
-    ApplyPrologue<E, kRows, kDim>(*prologue, b, tile, rows, s_query);
+    const auto element = [&](int r, int d) -> E& {
+      return s_query[SwizzledChunk<kChunks>(r, d / kChunk) * kChunk + d % kChunk];
+    };
+    ApplyPrologue<E, kDim>(*prologue, b, tile, 0, rows, threadIdx.x, blockDim.x, element);
     __syncthreads();
   }
 }

@@ -58,27 +58,34 @@ __device__ inline const int32_t* SegmentsOfKeys(const LinearAttentionParams& par
 }
 __device__ inline const int32_t* SegmentsOfKeys(const PagedAttentionParams&, int64_t) { return nullptr; }
 
-// Rows [first_row, first_row + rows) of sequence `view`, kv head `head`: row r is (token r / group, query head
-// head * group + r % group). Filled by the whole block; __syncthreads() before use.
+// Row r of a tile of rows [first_row, first_row + rows) of sequence `view`, kv head `head`: it is (token r / group,
+// query head head * group + r % group).
+template <int kRows, class Params>
+__device__ void FillTileRow(const Params& params, const SequenceView& view, int64_t head, int64_t first_row, int rows,
+                            int r, TileRows<kRows>* tile) {
+  const int group = GroupOf(params);
+  const int64_t i = Divide(first_row + r, group);
+  const int query_head = static_cast<int>(head * group + (first_row + r - i * group));
+  const bool exists = r < rows && i < view.q_len;  // dense rows past query_lens see nothing
+  for (int run = 0; run < kRuns; ++run) {
+    const RunRange seen = exists ? view.UnionOf(run, i, i) : RunRange{0, 0};
+    tile->lo[run][r] = seen.lo;
+    tile->hi[run][r] = seen.hi;
+  }
+  tile->position[r] = view.position + i;
+  tile->token[r] = view.first_token + i;
+  tile->head[r] = query_head;
+  tile->slope[r] = exists && params.score.alibi_slopes != nullptr ? params.score.alibi_slopes[query_head] : 0.f;
+  tile->segment[r] =
+      exists && SegmentsOfQueries(params) != nullptr ? SegmentsOfQueries(params)[view.first_token + i] : 0;
+}
+
+// All rows, by the whole block; __syncthreads() before use.
 template <int kRows, class Params>
 __device__ void FillTileRows(const Params& params, const SequenceView& view, int64_t head, int64_t first_row, int rows,
                              TileRows<kRows>* tile) {
-  const int group = GroupOf(params);
   for (int r = threadIdx.x; r < kRows; r += blockDim.x) {
-    const int64_t i = Divide(first_row + r, group);
-    const int query_head = static_cast<int>(head * group + (first_row + r - i * group));
-    const bool exists = r < rows && i < view.q_len;  // dense rows past query_lens see nothing
-    for (int run = 0; run < kRuns; ++run) {
-      const RunRange seen = exists ? view.UnionOf(run, i, i) : RunRange{0, 0};
-      tile->lo[run][r] = seen.lo;
-      tile->hi[run][r] = seen.hi;
-    }
-    tile->position[r] = view.position + i;
-    tile->token[r] = view.first_token + i;
-    tile->head[r] = query_head;
-    tile->slope[r] = exists && params.score.alibi_slopes != nullptr ? params.score.alibi_slopes[query_head] : 0.f;
-    tile->segment[r] =
-        exists && SegmentsOfQueries(params) != nullptr ? SegmentsOfQueries(params)[view.first_token + i] : 0;
+    FillTileRow<kRows>(params, view, head, first_row, rows, r, tile);
   }
 }
 

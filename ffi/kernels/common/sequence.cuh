@@ -188,10 +188,10 @@ __device__ inline int64_t FirstKeyRow(const LinearAttentionParams& params, int64
 }
 
 // What the kernels ask of either kind of call.
-__device__ inline const void* KeyArray(const PagedAttentionParams& params) { return params.cache.key; }
-__device__ inline const void* KeyArray(const LinearAttentionParams& params) { return params.key; }
-__device__ inline const void* ValueArray(const PagedAttentionParams& params) { return params.cache.value; }
-__device__ inline const void* ValueArray(const LinearAttentionParams& params) { return params.value; }
+TA_HD const void* KeyArray(const PagedAttentionParams& params) { return params.cache.key; }
+TA_HD const void* KeyArray(const LinearAttentionParams& params) { return params.key; }
+TA_HD const void* ValueArray(const PagedAttentionParams& params) { return params.cache.value; }
+TA_HD const void* ValueArray(const LinearAttentionParams& params) { return params.value; }
 TA_HD int64_t BatchOf(const PagedAttentionParams& params) { return params.seqs.batch; }
 TA_HD int64_t BatchOf(const LinearAttentionParams& params) { return params.batch; }
 TA_HD int64_t KvHeadsOf(const PagedAttentionParams& params) { return params.cache.num_kv_heads; }

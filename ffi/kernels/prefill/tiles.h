@@ -30,6 +30,25 @@ struct TilesSm80<256> {
   static constexpr int kStages = 2;  // tiles of 32 KB; a third would leave room for one block only
 };
 
+// sm90: a producer warpgroup and kConsumers warpgroups of 64 rows each, one block an SM. Query tile and ring must stay
+// below 227 KB less some 14 KB of bookkeeping.
+template <int kHeadDim>
+struct TilesSm90;
+
+template <>
+struct TilesSm90<64> {
+  static constexpr int kConsumers = 3;  // 2, with 128 or 192 keys, were 5 to 15 % slower on an H100
+  static constexpr int kKeys = 128;     // a block
+  static constexpr int kStages = 3;     // of K, and as many of V
+};
+
+template <>
+struct TilesSm90<128> {
+  static constexpr int kConsumers = 2;
+  static constexpr int kKeys = 128;  // 160 and 176 were 3 to 15 % slower
+  static constexpr int kStages = 2;
+};
+
 }  // namespace turboattn::prefill
 
 #endif  // TURBOATTN_KERNELS_PREFILL_TILES_H_

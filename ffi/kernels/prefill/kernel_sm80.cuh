@@ -1,25 +1,12 @@
 // Attention of a tile of (token, head of the group) rows over its keys: from pages or from plain arrays.
-#ifndef TURBOATTN_KERNELS_PREFILL_KERNEL_CUH_
-#define TURBOATTN_KERNELS_PREFILL_KERNEL_CUH_
+#ifndef TURBOATTN_KERNELS_PREFILL_KERNEL_SM80_CUH_
+#define TURBOATTN_KERNELS_PREFILL_KERNEL_SM80_CUH_
 
 #include "kernels/common/merge_parts.cuh"
 #include "kernels/prefill/mainloop_sm80.cuh"
+#include "kernels/prefill/tile_count.cuh"
 
 namespace turboattn::prefill {
-
-// Sequences of at most this many tokens are the decode kernel's.
-TA_HD int64_t SkippedLength(const PagedAttentionParams& params) {
-  return params.plan.runs_decode ? params.plan.decode_q_len : 0;
-}
-TA_HD int64_t SkippedLength(const LinearAttentionParams&) { return 0; }
-
-// See PrefillTiles. At least 1, for ranges that overlap.
-template <int kRows, class Params>
-int64_t MaxTiles(const Params& params) {
-  const int64_t tiles = PrefillTiles(BatchOf(params), QueryRows(params), UniformQueryLength(params),
-                                     params.num_heads / KvHeadsOf(params), kRows, SkippedLength(params));
-  return tiles > 0 ? tiles : 1;
-}
 
 // Parts that the keys of a tile are cut in.
 TA_HD int SplitsOf(const PagedAttentionParams& params) { return params.plan.prefill_splits; }
@@ -198,4 +185,4 @@ __global__ void __launch_bounds__(kWarp) MergeSplitsSm80(const __grid_constant__
 
 }  // namespace turboattn::prefill
 
-#endif  // TURBOATTN_KERNELS_PREFILL_KERNEL_CUH_
+#endif  // TURBOATTN_KERNELS_PREFILL_KERNEL_SM80_CUH_

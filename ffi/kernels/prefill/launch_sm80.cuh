@@ -1,20 +1,22 @@
-// Grid and shared memory of the prefill kernels.
-#ifndef TURBOATTN_KERNELS_PREFILL_LAUNCH_CUH_
-#define TURBOATTN_KERNELS_PREFILL_LAUNCH_CUH_
+// Grid and shared memory of the sm80 prefill kernels.
+#ifndef TURBOATTN_KERNELS_PREFILL_LAUNCH_SM80_CUH_
+#define TURBOATTN_KERNELS_PREFILL_LAUNCH_SM80_CUH_
 
 #include <algorithm>
 #include <climits>
 #include <type_traits>
+#include <utility>
 
 #include "core/cuda_launch.h"
-#include "kernels/prefill/kernel.cuh"
+#include "core/registry.h"
+#include "kernels/prefill/kernel_sm80.cuh"
 
 namespace turboattn::prefill {
 
 constexpr int64_t kMaxMergeBlocks = 4096;  // warps; 32 of them reside on an SM
 
 template <class Traits, class Params>
-cudaError_t Launch(const Params& params, cudaStream_t stream) {
+cudaError_t LaunchSm80(const Params& params, cudaStream_t stream) {
   if (QueryRows(params) == 0 || params.num_heads == 0) return cudaSuccess;
   if constexpr (std::is_same_v<Params, PagedAttentionParams>) {
     if (params.workspace.bytes < params.plan.workspace_bytes || !HasGroups(params.cache)) return cudaErrorInvalidValue;
@@ -38,6 +40,14 @@ cudaError_t Launch(const Params& params, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+namespace sm80 {
+
+template <DType kEType, DType kKv, int kHeadDim, class Params>
+Kernel MakeKernel(KernelDesc desc) {
+  return {std::move(desc), &LaunchSm80<TraitsSm80<kEType, kKv, kHeadDim>, Params>};
+}
+
+}  // namespace sm80
 }  // namespace turboattn::prefill
 
-#endif  // TURBOATTN_KERNELS_PREFILL_LAUNCH_CUH_
+#endif  // TURBOATTN_KERNELS_PREFILL_LAUNCH_SM80_CUH_

@@ -1,0 +1,247 @@
+// Attention on Hopper: persistent blocks that take tiles of (token, head of the group) rows.
+#ifndef TURBOATTN_KERNELS_PREFILL_KERNEL_SM90_CUH_
+#define TURBOATTN_KERNELS_PREFILL_KERNEL_SM90_CUH_
+
+#include "kernels/prefill/mainloop_sm90.cuh"
+#include "kernels/prefill/tile_count.cuh"
+
+namespace turboattn::prefill {
+
+// FindTile by one warp.
+template <class Count>
+__device__ FoundTile FindTileByWarp(int64_t batch, int64_t number, Count count) {
+  const int lane = threadIdx.x % kWarp;
+  int64_t before = 0;  // tiles of the sequences before this round's
+  for (int64_t base = 0; base < batch; base += kWarp) {
+    const int64_t b = base + lane, mine = b < batch ? count(b) : 0;
+    int64_t sum = mine;
+    for (int step = 1; step < kWarp; step *= 2) {
+      const int64_t other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
+    }
+    const int64_t start = before + sum - mine;
+    const uint32_t here = __ballot_sync(~0u, number >= start && number < start + mine);
+    if (here != 0) {
+      const int owner = __ffs(static_cast<int>(here)) - 1;
+      return {base + owner, number - __shfl_sync(~0u, start, owner)};
+    }
+    before += __shfl_sync(~0u, sum, kWarp - 1);
+  }
+  return {batch, 0};
+}
+
+// The tiles of a block, one after the other. One warp; all lanes hold the same.
+//
+// Where every sequence has the same number of rows: sections of (sequence, kv head) pairs one after the other, in a
+// section the tiles in descending order over all its pairs. That is longest first for causal calls, so that blocks end
+// together, and blocks that run side by side read the same keys. Elsewhere: by kv head and sequence, in descending
+// order. A block takes item after item, gridDim.x apart; in pairs, the tile from the end first, then its mirror image.
+template <class Traits, class Params>
+struct TileWalkSm90 {
+  static constexpr int kRows = Traits::kRows;
+  const ArgumentsSm90<Params>& args;
+  int64_t item = blockIdx.x;  // the next
+  bool mirrored = false;      // in pairs: the item's second tile is the next
+  int64_t extra = 0;          // tiles past those of the schedule: ranges that overlap make more. See PrefillSm80
+
+  __device__ explicit TileWalkSm90(const ArgumentsSm90<Params>& args) : args(args) {}
+
+  // The next tile, or one without rows when there is none left.
+  __device__ void Next(TileSm90<Traits>* tile) {
+    const Params& params = args.params;
+    const ScheduleSm90& schedule = args.schedule;
+    const int64_t uniform = UniformQueryLength(params), skipped = SkippedLength(params), group = GroupOf(params);
+    const int64_t batch = BatchOf(params), kv_heads = KvHeadsOf(params);
+    int64_t b, index, head, length;
+    for (;;) {
+      if (item >= schedule.items || batch == 0) {
+        if (threadIdx.x % kWarp == 0) tile->num_rows = 0;
+        return;
+      }
+      if (uniform > 0) {
+        const int64_t tiles = Divide(params.max_tiles, batch), levels = schedule.in_pairs ? (tiles + 1) / 2 : tiles;
+        const int64_t section = Divide(item, schedule.section * levels), first = section * schedule.section;
+        const int64_t rest = item - first * levels, width = min(schedule.section, batch * kv_heads - first);
+        const int64_t level = Divide(rest, width), pair = first + rest - level * width;
+        b = Divide(pair, kv_heads);
+        head = pair - b * kv_heads;
+        index = mirrored ? level : tiles - 1 - level;
+        length = uniform;
+        mirrored = schedule.in_pairs && !mirrored && level != tiles - 1 - level;
+        if (!mirrored) item += schedule.blocks;
+        break;
+      }
+      head = Divide(item, params.max_tiles);
+      const int64_t number = item - head * params.max_tiles + extra;
+      const int32_t* ranges = QueryRanges(params);
+      const int64_t rows = QueryRows(params);
+      const auto tokens = [&](int64_t b) {
+        const TokenRange range = ClampRange(ranges, b, rows);
+        return range.hi - range.lo > skipped ? range.hi - range.lo : 0;
+      };
+      const auto tiles = [&](int64_t b) { return (tokens(b) * group + kRows - 1) / kRows; };
+      const FoundTile found = FindTileByWarp(batch, number, tiles);
+      extra = found.b < batch && (item + 1) % params.max_tiles == 0 ? extra + 1 : 0;
+      if (extra == 0) item += schedule.blocks;
+      if (found.b >= batch) continue;
+      b = found.b;
+      length = tokens(b);
+      index = tiles(b) - 1 - found.index;
+      break;
+    }
+    if (threadIdx.x % kWarp == 0) {
+      const SequenceView view = ViewSequence(params, b);
+      const int64_t first_row = index * kRows;
+      const int rows = static_cast<int>(min(length * group - first_row, static_cast<int64_t>(kRows)));
+      const int64_t first_token = Divide(first_row, group), last_token = Divide(first_row + rows - 1, group);
+      tile->view = view;
+      tile->b = b;
+      tile->head = head;
+      tile->first_row = first_row;
+      tile->num_rows = rows;
+      tile->blocks = BlockList<Traits::kKeys>(view, first_token, min(last_token, view.q_len - 1));
+      if (last_token >= view.q_len) tile->blocks.ForgetCommon();
+    }
+  }
+};
+
+// Four words of each lane of a quad, transposed: word j of lane c becomes word c of lane j.
+__device__ __forceinline__ uint4 TransposeQuad(uint4 w) {
+  const int lane = threadIdx.x % kWarp;
+  const bool odd = (lane & 1) != 0, high = (lane & 2) != 0;
+  const uint32_t own0 = high ? w.z : w.x, own1 = high ? w.w : w.y;
+  const uint32_t far0 = __shfl_xor_sync(~0u, high ? w.x : w.z, 2), far1 = __shfl_xor_sync(~0u, high ? w.y : w.w, 2);
+  const uint32_t mine = odd ? own1 : own0, its = odd ? far1 : far0;  // of this lane and lane ^ 2
+  const uint32_t near = __shfl_xor_sync(~0u, odd ? own0 : own1, 1), cross = __shfl_xor_sync(~0u, odd ? far0 : far1, 1);
+  const uint32_t a = odd ? near : mine, b = odd ? mine : near, c = odd ? cross : its, d = odd ? its : cross;
+  return high ? uint4{c, d, a, b} : uint4{a, b, c, d};
+}
+
+// Writes a consumer's rows.
+template <class Traits, class Params>
+__device__ __forceinline__ void StoreRows(const Params& params, const TileSm90<Traits>& tile,
+                                          const TileRows<Traits::kRows>& rows,
+                                          const ConsumerSm90<Traits, Params>& consumer) {
+  using E = typename Traits::E;
+  constexpr int kDim = Traits::kDim;
+  const int column = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = consumer.sum[half];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    const int row = consumer.Row(half);
+    const bool exists = row < tile.num_rows;
+    // Dense rows past query_lens have no denominator, not even the sink.
+    const float* sinks = rows.token[row] < tile.view.first_token + tile.view.q_len ? params.score.sinks : nullptr;
+    const RowEnd end =
+        EndRow(consumer.max[half] * consumer.rule.to_log2, sum, exists ? sinks : nullptr, rows.head[row]);
+    const int64_t out_row = rows.token[row] * params.num_heads + rows.head[row];
+    if (exists && column == 0) params.lse[out_row] = end.lse;
+    if (params.out_dtype == DType::kFloat32) {
+      if (!exists) continue;
+#pragma unroll
+      for (int d = 0; d < kDim / 8; ++d) {
+        StorePair<E>(params.out, params.out_dtype, out_row * kDim + 8 * d + column * 2,
+                     consumer.o[d][2 * half] * end.factor, consumer.o[d][2 * half + 1] * end.factor);
+      }
+    } else {
+#pragma unroll
+      for (int d = 0; d < kDim / 8; d += 4) {
+        uint32_t w[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          w[i] = Pack<E>(consumer.o[d + i][2 * half] * end.factor, consumer.o[d + i][2 * half + 1] * end.factor);
+        }
+        const uint4 chunk = TransposeQuad({w[0], w[1], w[2], w[3]});
+        if (exists) {
+          *reinterpret_cast<uint4*>(static_cast<E*>(params.out) + out_row * kDim + 8 * (d + column)) = chunk;
+        }
+      }
+    }
+  }
+}
+
+// Warpgroup 0: warp 0 chooses tiles and copies queries and keys, warp 1 copies values, the others write down what is
+// known of a tile's rows. The other warpgroups are consumers.
+template <class Traits, class Params>
+__global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_constant__ ArgumentsSm90<Params> args) {
+  using Shared = SharedSm90<Traits>;
+  extern __shared__ __align__(1024) unsigned char s_bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(s_bytes);
+  const Params& params = args.params;
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
+
+  if (threadIdx.x == 0) {
+    if (args.query_by_copy) PrefetchTensorMap(&args.query);
+    PrefetchTensorMap(&args.key);
+    PrefetchTensorMap(&args.value);
+    shared.InitBarriers();
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    GiveRegisters<Traits::kProducerRegisters>();
+    if (warp == 0) {
+      TileWalkSm90<Traits, Params> walk(args);
+      ProducerSm90<Traits, Params> keys(args, shared, false);
+      for (RingSlot<Shared::kTiles> slot(1);; slot.Advance()) {
+        WaitBarrier(&shared.tile_empty[slot.index], slot.parity, kTileEmpty);
+        TileSm90<Traits>& tile = shared.tiles[slot.index];
+        walk.Next(&tile);
+        __syncwarp();
+        if (threadIdx.x == 0) Arrive(&shared.tile_full[slot.index]);
+        if (tile.num_rows == 0) break;
+        keys.Load(tile);
+      }
+    } else if (warp == 1) {
+      ProducerSm90<Traits, Params> values(args, shared, true);
+      for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
+        WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
+        const TileSm90<Traits>& tile = shared.tiles[slot.index];
+        if (tile.num_rows == 0) break;
+        values.Load(tile);
+        __syncwarp();
+        if (threadIdx.x % kWarp == 0) Arrive(&shared.tile_empty[slot.index]);
+      }
+    } else {
+      for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
+        WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
+        const TileSm90<Traits>& tile = shared.tiles[slot.index];
+        const bool last = tile.num_rows == 0;
+        if (!last) {
+          for (int r = threadIdx.x - 2 * kWarp; r < Traits::kRows; r += kRowWarps * kWarp) {
+            FillTileRow<Traits::kRows>(params, tile.view, tile.head, tile.first_row, tile.num_rows, r,
+                                       &shared.rows[slot.index]);
+          }
+        }
+        __syncwarp();
+        if (threadIdx.x % kWarp == 0) Arrive(&shared.rows_full[slot.index]);
+        if (last) break;
+      }
+    }
+  } else {
+    TakeRegisters<Traits::kConsumerRegisters>();
+    if (SkippedLength(params) == 0) {  // else the decode kernel writes them
+      constexpr int kConsumerWarps = 4 * Traits::kConsumers;
+      FillUnownedRows(params, static_cast<int64_t>(blockIdx.x) * kConsumerWarps + warp - 4,
+                      static_cast<int64_t>(gridDim.x) * kConsumerWarps);
+    }
+    ConsumerSm90<Traits, Params> consumer(args, shared, warpgroup - 1);
+    consumer.StartTurns();
+    for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
+      WaitBarrier(&shared.rows_full[slot.index], slot.parity, kRowsFull);
+      const TileSm90<Traits>& tile = shared.tiles[slot.index];
+      if (tile.num_rows == 0) break;
+      consumer.rows = &shared.rows[slot.index];
+      consumer.Run(tile);
+      StoreRows<Traits>(params, tile, *consumer.rows, consumer);
+      consumer.ArriveByWarp(&shared.tile_empty[slot.index]);
+    }
+  }
+}
+
+}  // namespace turboattn::prefill
+
+#endif  // TURBOATTN_KERNELS_PREFILL_KERNEL_SM90_CUH_

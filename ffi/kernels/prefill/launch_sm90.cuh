@@ -1,0 +1,189 @@
+// Tensor maps, grid and shared memory of the sm90 prefill kernels.
+#ifndef TURBOATTN_KERNELS_PREFILL_LAUNCH_SM90_CUH_
+#define TURBOATTN_KERNELS_PREFILL_LAUNCH_SM90_CUH_
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <climits>
+#include <type_traits>
+#include <utility>
+
+#include "core/cuda_launch.h"
+#include "core/registry.h"
+#include "kernels/prefill/kernel_sm90.cuh"
+
+namespace turboattn::prefill {
+
+// The driver's encoder, found at run time: the module must import where there is no driver.
+inline cudaError_t EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data, const int64_t (&sizes)[4],
+                                   const int64_t (&strides)[3], const int (&box)[4]) {
+  using Encode = CUresult(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                          const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                          CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  static void* const encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? found : nullptr;
+  }();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  cuuint64_t size[4], stride[3];
+  cuuint32_t box_size[4], step[4];
+  for (int i = 0; i < 4; ++i) {
+    size[i] = static_cast<cuuint64_t>(std::max<int64_t>(sizes[i], 1));  // nothing of an empty tensor is copied
+    box_size[i] = static_cast<cuuint32_t>(box[i]);
+    step[i] = 1;
+    if (i < 3) stride[i] = static_cast<cuuint64_t>(strides[i]);
+  }
+  const CUresult result = reinterpret_cast<Encode*>(encode)(
+      map, dtype == DType::kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
+      const_cast<void*>(data), size, stride, box_size, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// Query rows of one kv head: [tokens, K, G, D], a box is a tile's rows.
+template <class Traits, class Params>
+cudaError_t EncodeQuery(const Params& params, CUtensorMap* map) {
+  const int64_t heads = params.num_heads, kv_heads = KvHeadsOf(params), group = heads / kv_heads, dim = Traits::kDim;
+  return EncodeTensorMap(map, Traits::kDType, params.query, {dim, group, kv_heads, QueryRows(params)},
+                         {dim * 2, group * dim * 2, heads * dim * 2},
+                         {64, static_cast<int>(group), 1, static_cast<int>(Traits::kRows / group)});
+}
+
+// An empty array may have no address; any will do.
+template <class Traits>
+cudaError_t EncodeKeys(const LinearAttentionParams& params, const void* array, CUtensorMap* map, int* box_keys) {
+  const int64_t kv_heads = params.num_kv_heads, dim = Traits::kDim, batch = params.ragged ? 1 : params.batch;
+  const int64_t keys = std::max<int64_t>(params.num_keys, 1);
+  *box_keys = Traits::kKeys;
+  return EncodeTensorMap(map, Traits::kDType, array != nullptr ? array : params.query, {dim, kv_heads, keys, batch},
+                         {dim * 2, kv_heads * dim * 2, keys * kv_heads * dim * 2}, {64, 1, *box_keys, 1});
+}
+
+template <class Traits>
+cudaError_t EncodeKeys(const PagedAttentionParams& params, const void* array, CUtensorMap* map, int* box_keys) {
+  const KvCache& cache = params.cache;
+  const int64_t dim = Traits::kDim;
+  int box = 8;  // the largest power of two that divides both
+  while (box < cache.page_size && Traits::kKeys % (2 * box) == 0) box *= 2;
+  *box_keys = box;
+  return EncodeTensorMap(map, Traits::kDType, array != nullptr ? array : params.query,
+                         {dim, cache.page_size, cache.num_kv_heads, cache.num_layers * cache.num_pages},
+                         {dim * 2, cache.page_size * dim * 2, cache.num_kv_heads * cache.page_size * dim * 2},
+                         {64, box, 1, 1});
+}
+
+// Keys and values of as many heads as a section has: a good part of L2.
+constexpr int64_t kSectionBytes = int64_t{32} << 20;
+// Tiles of at most this many blocks of keys, on average, are short: what a block does before and after its products
+// then shows, and blocks take many tiles so that the producer works ahead. Longer ones are a block each: the hardware
+// then evens their lengths out.
+constexpr int64_t kShortTile = 24;
+// Blocks that take many tiles end together only when they take many.
+constexpr int64_t kItemsOfBlock = 4;
+
+inline int64_t MaxKeysOf(const LinearAttentionParams& params) { return params.num_keys; }
+inline int64_t MaxKeysOf(const PagedAttentionParams& params) { return params.seqs.max_pages * params.cache.page_size; }
+
+// in_pairs: for uniform calls.
+template <class Traits, class Params>
+ScheduleSm90 MakeSchedule(const Params& params, bool in_pairs, int64_t blocks) {
+  ScheduleSm90 schedule;
+  const int64_t heads = KvHeadsOf(params), tiles = MaxTiles<Traits::kRows>(params), batch = BatchOf(params);
+  schedule.in_pairs = in_pairs;
+  schedule.items = in_pairs ? (tiles / batch + 1) / 2 * batch * heads : tiles * heads;
+  schedule.blocks = std::min(blocks, schedule.items);
+  const int64_t head_bytes = std::max<int64_t>(MaxKeysOf(params), 1) * Traits::kDim * 4;
+  schedule.section = std::max<int64_t>(kSectionBytes / head_bytes, 1);
+  return schedule;
+}
+
+template <class Traits, class Params>
+ScheduleSm90 ChooseSchedule(const Params& params, int64_t sms) {
+  const int64_t mean_keys = params.score.is_causal ? MaxKeysOf(params) / 2 : MaxKeysOf(params);
+  if (UniformQueryLength(params) > 0 && BatchOf(params) > 0 && mean_keys <= kShortTile * Traits::kKeys) {
+    const ScheduleSm90 pairs = MakeSchedule<Traits>(params, true, sms);
+    if (pairs.items >= kItemsOfBlock * sms) return pairs;
+  }
+  return MakeSchedule<Traits>(params, false, INT64_MAX);
+}
+
+template <class Traits, class Params>
+cudaError_t LaunchScheduled(const Params& params, const ScheduleSm90& schedule, cudaStream_t stream) {
+  ArgumentsSm90<Params> args;
+  args.params = params;
+  args.params.max_tiles = MaxTiles<Traits::kRows>(params);
+  args.schedule = schedule;
+  args.query_by_copy = Traits::kRows % (params.num_heads / KvHeadsOf(params)) == 0;
+  cudaError_t error = args.query_by_copy ? EncodeQuery<Traits>(params, &args.query) : cudaSuccess;
+  if (error == cudaSuccess) error = EncodeKeys<Traits>(params, KeyArray(params), &args.key, &args.box_keys);
+  if (error == cudaSuccess) error = EncodeKeys<Traits>(params, ValueArray(params), &args.value, &args.box_keys);
+  if (error != cudaSuccess) return error;
+  if (schedule.blocks > INT_MAX) return cudaErrorInvalidConfiguration;
+  constexpr int kBytes = sizeof(SharedSm90<Traits>);
+  static_assert(kBytes <= 227 * 1024);
+  const auto kernel = &PrefillSm90<Traits, Params>;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<static_cast<int>(schedule.blocks), Traits::kThreads, kBytes, stream>>>(args);
+  return cudaGetLastError();
+}
+
+template <class Traits, class Params>
+cudaError_t LaunchSm90(const Params& params, cudaStream_t stream) {
+  if (QueryRows(params) == 0 || params.num_heads == 0) return cudaSuccess;
+  if constexpr (std::is_same_v<Params, PagedAttentionParams>) {
+    if (!HasGroups(params.cache)) return cudaErrorInvalidValue;
+  }
+  int device = 0, sms = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return error;
+  return LaunchScheduled<Traits>(params, ChooseSchedule<Traits>(params, sms), stream);
+}
+
+// Pages, or rows of plain arrays: coordinates of tensor copies have 32 bits.
+inline int64_t RowsToCopy(const LinearAttentionParams& params) { return params.num_keys; }
+inline int64_t RowsToCopy(const PagedAttentionParams& params) {
+  return params.cache.num_layers * params.cache.num_pages;
+}
+
+// Where the plan cuts the keys of this many tiles in parts, half the card or more is at work without that, and the sm80
+// kernel, which does so, has half the speed.
+constexpr int64_t kWholeTiles = 64;
+
+inline bool KeepsKeysWhole(const LinearAttentionParams&) { return true; }
+inline bool KeepsKeysWhole(const PagedAttentionParams& params) {
+  return params.plan.prefill_splits == 1 || params.plan.prefill_tiles >= kWholeTiles;
+}
+
+// On the card that the family is compiled for, everything but calls that gain from cutting keys in parts, which this
+// kernel does not do: it takes them whole when it is asked for by name.
+template <class Params>
+bool SuitsSm90(const Params& params) {
+  int device = 0, major = 0, minor = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
+    return false;
+  }
+  return major == 9 && minor == 0 && KeepsKeysWhole(params) &&
+         std::max(RowsToCopy(params), QueryRows(params)) <= INT_MAX;
+}
+
+namespace sm90 {
+
+template <DType kEType, DType kKv, int kHeadDim, class Params>
+Kernel MakeKernel(KernelDesc desc) {
+  static_assert(kKv == kEType, "quantised caches are of the sm80 family");
+  return {std::move(desc), &LaunchSm90<TraitsSm90<kEType, kHeadDim>, Params>, &SuitsSm90<Params>};
+}
+
+}  // namespace sm90
+}  // namespace turboattn::prefill
+
+#endif  // TURBOATTN_KERNELS_PREFILL_LAUNCH_SM90_CUH_

@@ -1,0 +1,604 @@
+// The prefill mainloop of the sm90 family: producer warps copy tiles by TMA, consumer warpgroups multiply them by
+// wgmma; online softmax in registers, probabilities as the A operand of the second product.
+//
+// Barriers, all mbarriers. `full`: the copy has landed (the producer's arrival and its bytes). `empty`: every consumer
+// warp has arrived after its last read. Tiles of work go from the producer of keys to all others the same way, so that
+// it runs ahead into the next tile while consumers end this one.
+#ifndef TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM90_CUH_
+#define TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM90_CUH_
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/common/ptx_sm90.cuh"
+#include "kernels/common/query_tile.cuh"
+#include "kernels/common/score.cuh"
+#include "kernels/common/sequence.cuh"
+#include "kernels/prefill/traits.h"
+
+namespace turboattn::prefill {
+
+// Which tiles a block takes: TileWalkSm90.
+struct ScheduleSm90 {
+  int64_t blocks = 0;   // of the grid
+  int64_t items = 0;    // what they share out: tiles of all heads, or pairs of them
+  int64_t section = 1;  // uniform calls: (sequence, kv head) pairs that are taken together, so that L2 holds their keys
+  bool in_pairs = false;  // uniform calls: an item is a long tile and the short one that makes up for it
+};
+
+template <class Params>
+struct ArgumentsSm90 {
+  CUtensorMap query;  // [tokens, K, G, D], boxes of a tile's rows; used when query_by_copy
+  CUtensorMap key;    // plain arrays: [B, S, K, D], boxes of a tile. Pages: [L * N, K, P, D], boxes of box_keys
+  CUtensorMap value;
+  Params params;
+  ScheduleSm90 schedule;
+  bool query_by_copy = false;  // else the group does not divide the tile, and consumers load its rows
+  int box_keys = 0;            // keys a copy
+};
+
+template <class Traits>
+struct TileSm90 {
+  SequenceView view;
+  BlockList<Traits::kKeys> blocks;
+  int64_t b;     // sequence
+  int64_t head;  // kv head
+  int64_t first_row;
+  int num_rows;  // 0: no more tiles
+};
+
+// Names of waits, for WaitBarrier().
+enum WaitSm90 {
+  kTileFull = 1,
+  kTileEmpty,
+  kRowsFull,
+  kQueryFull,
+  kQueryEmpty,
+  kKeyFull,
+  kKeyEmpty,
+  kValueFull,
+  kValueEmpty
+};
+
+constexpr int kRowWarps = 2;  // they fill TileRows
+
+template <class Traits>
+struct SharedSm90 {
+  using E = typename Traits::E;
+  static constexpr int kTiles = 2;
+  alignas(1024) E query[Traits::kRows * Traits::kDim];  // panels of 64 columns: see ptx_sm90.cuh
+  alignas(1024) E key[Traits::kStages][Traits::kKeys * Traits::kDim];
+  alignas(1024) E value[Traits::kStages][Traits::kKeys * Traits::kDim];
+  uint64_t query_full, query_empty;
+  uint64_t key_full[Traits::kStages], key_empty[Traits::kStages];
+  uint64_t value_full[Traits::kStages], value_empty[Traits::kStages];
+  uint64_t tile_full[kTiles], rows_full[kTiles], tile_empty[kTiles];
+  uint32_t mapped[Traits::kStages];  // of a K tile: bit g: keys 8 g .. 8 g + 7 lie on a mapped page
+  TileSm90<Traits> tiles[kTiles];
+  TileRows<Traits::kRows> rows[kTiles];
+
+  // By one thread, before anything else.
+  __device__ void InitBarriers() {
+    constexpr int kConsumerWarps = 4 * Traits::kConsumers;
+    InitBarrier(&query_full, 1);
+    InitBarrier(&query_empty, kConsumerWarps);
+    for (int i = 0; i < Traits::kStages; ++i) {
+      InitBarrier(&key_full[i], 1);
+      InitBarrier(&key_empty[i], kConsumerWarps);
+      InitBarrier(&value_full[i], 1);
+      InitBarrier(&value_empty[i], kConsumerWarps);
+    }
+    for (int i = 0; i < kTiles; ++i) {
+      InitBarrier(&tile_full[i], 1);
+      InitBarrier(&rows_full[i], kRowWarps);
+      InitBarrier(&tile_empty[i], kConsumerWarps + 1);  // and the producer of values
+    }
+    FenceBarrierInit();
+  }
+};
+
+// Element (row, column) of a tile of kRows rows: see ptx_sm90.cuh.
+template <int kRows>
+__device__ __forceinline__ int PanelIndex(int row, int column) {
+  return column / 64 * (kRows * 64) + row * 64 + ((column % 64 / kChunk) ^ (row & 7)) * kChunk + column % kChunk;
+}
+
+// A place in a ring and the parity to wait for there.
+template <int kSlots>
+struct RingSlot {
+  int index = 0;
+  uint32_t parity;
+
+  __device__ explicit RingSlot(uint32_t first_parity) : parity(first_parity) {}
+  __device__ void Advance() {
+    if (++index == kSlots) {
+      index = 0;
+      parity ^= 1u;
+    }
+  }
+};
+
+// ---- producers: a warp each for keys and values
+
+template <class Traits, class Params>
+struct ProducerSm90 {
+  static constexpr int kKeys = Traits::kKeys, kStages = Traits::kStages, kGroups = kKeys / 8;
+  static constexpr bool kPaged = std::is_same_v<Params, PagedAttentionParams>;
+  static constexpr uint32_t kAllMapped = static_cast<uint32_t>((uint64_t{1} << kGroups) - 1);
+  static_assert(kGroups <= kWarp, "a lane a group");
+
+  const ArgumentsSm90<Params>& args;
+  SharedSm90<Traits>& shared;
+  const bool values;
+  const int lane = threadIdx.x % kWarp;
+  RingSlot<kStages> slot{1};
+  uint32_t query_parity = 1;
+  // Pages: lane i knows the page table's entry for box i of the next block.
+  static constexpr int kNoPage = -1;  // as a coordinate: outside the tensor, so that zeros are copied
+  int32_t next_entry = 0;
+  bool next_present = false;
+
+  __device__ ProducerSm90(const ArgumentsSm90<Params>& args, SharedSm90<Traits>& shared, bool values)
+      : args(args), shared(shared), values(values) {}
+
+  // Reads the page table early: the entry is used a block later. A box that no row sees has none.
+  __device__ void LookUp(const TileSm90<Traits>& tile, int block) {
+    next_present = false;
+    if (block < 0) return;
+    const int run = tile.blocks.RunOf(block), j = tile.blocks.FirstKey(block) + lane * args.box_keys;
+    next_present = lane * args.box_keys < kKeys && tile.blocks.seen[run].Meets(j, args.box_keys);
+    if (next_present) next_entry = KeysOf(args.params, tile.b, tile.head, run).Entry(j);
+  }
+
+  // A block's keys or values into the ring.
+  __device__ void LoadBlock(const TileSm90<Traits>& tile, int block) {
+    uint64_t* const full = values ? &shared.value_full[slot.index] : &shared.key_full[slot.index];
+    const CUtensorMap* const map = values ? &args.value : &args.key;
+    const uint32_t to = SharedAddress(values ? shared.value[slot.index] : shared.key[slot.index]);
+    const int first_key = tile.blocks.FirstKey(block);
+    int page = kNoPage;
+    if constexpr (kPaged) {
+      const int64_t found =
+          next_present ? PageOf(args.params.cache, args.params.seqs.layer[tile.b], next_entry) : kUnmapped;
+      if (found != kUnmapped) page = static_cast<int>(found);
+      LookUp(tile, block - 1);
+    }
+    WaitBarrier(values ? &shared.value_empty[slot.index] : &shared.key_empty[slot.index], slot.parity,
+                values ? kValueEmpty : kKeyEmpty);
+    if constexpr (kPaged) {
+      const int group_page = __shfl_sync(~0u, page, lane * 8 / args.box_keys % kWarp);
+      const uint32_t mapped = __ballot_sync(~0u, lane < kGroups && group_page != kNoPage);
+      if (lane == 0) {
+        if (!values) shared.mapped[slot.index] = mapped;
+        ArriveExpecting(full, Traits::kTileBytes);
+      }
+      __syncwarp();
+      if (lane * args.box_keys < kKeys) {
+        const int first_slot = (first_key + lane * args.box_keys) & (static_cast<int>(args.params.cache.page_size) - 1);
+        for (int panel = 0; panel < Traits::kPanels; ++panel) {
+          CopyBox4(to + (panel * kKeys + lane * args.box_keys) * 128, map, full, panel * 64, first_slot,
+                   static_cast<int>(tile.head), page);
+        }
+      }
+    } else if (lane == 0) {
+      ArriveExpecting(full, Traits::kTileBytes);
+      const bool ragged = args.params.ragged;
+      const int64_t first = ragged ? ClampRange(args.params.kv_ranges, tile.b, args.params.num_keys).lo : 0;
+      for (int panel = 0; panel < Traits::kPanels; ++panel) {
+        CopyBox4(to + panel * kKeys * 128, map, full, panel * 64, static_cast<int>(tile.head),
+                 static_cast<int>(first + first_key), ragged ? 0 : static_cast<int>(tile.b));
+      }
+    }
+    __syncwarp();
+    slot.Advance();
+  }
+
+  __device__ void LoadQuery(const TileSm90<Traits>& tile) {
+    if (!args.query_by_copy) return;
+    WaitBarrier(&shared.query_empty, query_parity, kQueryEmpty);
+    query_parity ^= 1u;
+    if (lane == 0) {
+      ArriveExpecting(&shared.query_full, Traits::kQueryBytes);
+      const int64_t token = tile.view.first_token + Divide(tile.first_row, GroupOf(args.params));
+      for (int panel = 0; panel < Traits::kPanels; ++panel) {
+        CopyBox4(SharedAddress(shared.query) + panel * Traits::kRows * 128, &args.query, &shared.query_full, panel * 64,
+                 0, static_cast<int>(tile.head), static_cast<int>(token));
+      }
+    }
+    __syncwarp();
+  }
+
+  // A tile's blocks, from the last to the first; with the keys the query rows.
+  __device__ void Load(const TileSm90<Traits>& tile) {
+    const int total = tile.blocks.total();
+    if (total == 0) return;
+    if constexpr (kPaged) LookUp(tile, total - 1);
+    if (!values) LoadQuery(tile);
+#pragma unroll 1
+    for (int block = total - 1; block >= 0; --block) LoadBlock(tile, block);
+  }
+};
+
+// ---- a consumer: one warpgroup, 64 rows
+
+template <class Traits, class Params>
+struct ConsumerSm90 {
+  using E = typename Traits::E;
+  using Shared = SharedSm90<Traits>;
+  static constexpr int kKeys = Traits::kKeys, kDim = Traits::kDim, kStages = Traits::kStages;
+  static constexpr int kConsumers = Traits::kConsumers;
+  static constexpr uint32_t kAllMapped = ProducerSm90<Traits, Params>::kAllMapped;
+  static constexpr bool kPaged = std::is_same_v<Params, PagedAttentionParams>;
+  static constexpr float kSlack = 8.f;   // in exponents of 2: probabilities up to 256, far inside E
+  static constexpr float kFar = 1024.f;  // exponents of 2; half an ulp there is 2^-14
+  // Named barriers.
+  static constexpr int kOwnBarrier = 1, kTurnBarrier = 4, kAllBarrier = 7;
+
+  const ArgumentsSm90<Params>& args;
+  const Params& params;
+  Shared& shared;
+  const int warpgroup;  // 0 .. kConsumers - 1
+  const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % kWarp;
+  const ScoreRule rule;
+  const TileRows<Traits::kRows>* rows = nullptr;  // of the tile
+  RingSlot<kStages> key_slot{0}, value_slot{0};
+  uint32_t query_parity = 0;
+
+  // Rows Row(0) and Row(1) of the tile.
+  float o[kDim / 8][4];
+  float s[kKeys / 8][4];
+  uint32_t p[kKeys / 16][4];
+  float max[2];  // origin of the exponents, in x (see ScoreRule): within kSlack of the maximum
+  float sum[2];  // this thread's columns only
+  float alpha[2];
+  bool moved;  // alpha is not 1 for a row of this warp
+
+  __device__ __forceinline__ ConsumerSm90(const ArgumentsSm90<Params>& args, Shared& shared, int warpgroup)
+      : args(args), params(args.params), shared(shared), warpgroup(warpgroup), rule(MakeScoreRule(args.params.score)) {}
+
+  __device__ __forceinline__ int Row(int half) const {
+    return 64 * warpgroup + thread / kWarp * 16 + 8 * half + lane / 4;
+  }
+  __device__ __forceinline__ void SyncWarpgroup() const { SyncNamed(kOwnBarrier + warpgroup, kWarpgroup); }
+  __device__ __forceinline__ void ArriveByWarp(uint64_t* barrier) const {
+    __syncwarp();
+    if (lane == 0) Arrive(barrier);
+  }
+
+  // ---- turns: one consumer issues its products while the others do softmax
+
+  __device__ __forceinline__ void StartTurns() const {
+    if (warpgroup == kConsumers - 1) ArriveNamed(kTurnBarrier, 2 * kWarpgroup);
+  }
+  __device__ __forceinline__ void WaitTurn() const { SyncNamed(kTurnBarrier + warpgroup, 2 * kWarpgroup); }
+  __device__ __forceinline__ void PassTurn() const {
+    const int next = warpgroup + 1 == kConsumers ? 0 : warpgroup + 1;
+    ArriveNamed(kTurnBarrier + next, 2 * kWarpgroup);
+  }
+
+  // ---- the products: issued, not waited for
+
+  __device__ __forceinline__ void IssueScores() {
+    const uint64_t query = TileDescriptor(SharedAddress(shared.query) + warpgroup * (64 * 128), 0);
+    const uint64_t keys = TileDescriptor(SharedAddress(shared.key[key_slot.index]), 0);
+    WgmmaFence();
+#pragma unroll
+    for (int k = 0; k < kDim / 16; ++k) {
+      const int panel = k / 4, column = k % 4 * 32;
+      WgmmaShared<E, kKeys>(s, MoveDescriptor(query, panel * Traits::kRows * 128 + column),
+                            MoveDescriptor(keys, panel * kKeys * 128 + column), k > 0);
+    }
+    WgmmaCommit();
+  }
+
+  __device__ __forceinline__ void IssueValues() {
+    const uint64_t values = TileDescriptor(SharedAddress(shared.value[value_slot.index]), kKeys * 128);
+    WgmmaFence();
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) WgmmaRegisters<E, kDim>(o, p[k], MoveDescriptor(values, k * 2048));
+    WgmmaCommit();
+  }
+
+  __device__ __forceinline__ void WaitKeys() {
+    WaitBarrier(&shared.key_full[key_slot.index], key_slot.parity, kKeyFull);
+  }
+  __device__ __forceinline__ void WaitValues() {
+    WaitBarrier(&shared.value_full[value_slot.index], value_slot.parity, kValueFull);
+  }
+  __device__ __forceinline__ void ReleaseKeys(bool last) {
+    ArriveByWarp(&shared.key_empty[key_slot.index]);
+    key_slot.Advance();
+    if (last && args.query_by_copy) ArriveByWarp(&shared.query_empty);
+  }
+  __device__ __forceinline__ void ReleaseValues() {
+    ArriveByWarp(&shared.value_empty[value_slot.index]);
+    value_slot.Advance();
+  }
+
+  // ---- scores
+
+  // What is to be known of a block. Read while products run, since it takes a chain of loads.
+  struct State {
+    uint32_t mapped;
+    bool partial;  // some row of the tile does not see some key of it
+  };
+
+  __device__ __forceinline__ State StateOf(const TileSm90<Traits>& tile, int block) const {
+    const uint32_t mapped = kPaged ? shared.mapped[key_slot.index] : kAllMapped;
+    const bool whole = tile.blocks.common[tile.blocks.RunOf(block)].HoldsAll(tile.blocks.FirstKey(block), kKeys) &&
+                       mapped == kAllMapped && SegmentsOfKeys(params, 0) == nullptr;
+    return {mapped, !whole};
+  }
+  __device__ __forceinline__ KeyBlockView ViewBlock(const TileSm90<Traits>& tile, int block, uint32_t mapped) const {
+    const int run = tile.blocks.RunOf(block);
+    return {tile.view.runs[run],
+            run,
+            tile.blocks.FirstKey(block),
+            mapped,
+            SegmentsOfKeys(params, tile.b),
+            tile.view.has_tree ? params.score.tree_mask : nullptr,
+            params.score.tree_columns,
+            tile.view.position};
+  }
+
+  // Soft cap, scale and ALiBi where asked for, then -Inf where a row does not see a key.
+  __device__ __forceinline__ void ModifyAndMask(const KeyBlockView& block, bool partial) {
+    const bool ranges_only = block.key_segments == nullptr && block.tree == nullptr && block.mapped == kAllMapped;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = Row(half), column = lane % 4 * 2;
+      if (rule.modified) {
+        const float slope = rows->slope[row];
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[n][2 * half + e];
+            const float distance = slope != 0.f ? Distance(*rows, row, block, 8 * n + column + e) : 0.f;
+            x = ModifyScore(rule, x, slope, distance);
+          }
+        }
+      }
+      if (!partial) continue;
+      if (ranges_only) {
+        const int lo = rows->lo[block.run_index][row] - block.first_key - column;
+        const int hi = rows->hi[block.run_index][row] - block.first_key - column;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int key = 8 * n + e;
+            if (key < lo || key >= hi) s[n][2 * half + e] = -Infinity();
+          }
+        }
+      } else {
+        uint64_t seen = 0;  // bit 2 n + e; apart from its use, so that this loop need not be unrolled
+#pragma unroll 1
+        for (int i = 0; i < kKeys / 4; ++i) {
+          if (Sees(*rows, row, block, i / 2 * 8 + i % 2 + column)) seen |= uint64_t{1} << i;
+        }
+#pragma unroll
+        for (int i = 0; i < kKeys / 4; ++i) {
+          if ((seen >> i & 1u) == 0) s[i / 2][2 * half + i % 2] = -Infinity();
+        }
+      }
+    }
+  }
+
+  // Scores to probabilities, in place; the sums follow, o waits for Rescale(). See MainloopSm80::Softmax.
+  __device__ __forceinline__ void Softmax() {
+    float top[2] = {fmaxf(s[0][0], s[0][1]), fmaxf(s[0][2], s[0][3])}, origin[2];
+#pragma unroll
+    for (int n = 1; n < kKeys / 8; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) top[half] = fmaxf(top[half], fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+    }
+    bool moves_any = false, far = false;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float x = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
+      x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+      const float reference = max[half];
+      const bool moves = x * rule.to_log2 > reference * rule.to_log2 + kSlack;
+      const float next = moves ? x : reference;
+      // No key yet: any finite origin will do, and exp(-Inf) must not become exp(-Inf + Inf).
+      const bool none = next == -Infinity();
+      origin[half] = none ? 0.f : __fmul_rn(next, rule.to_log2);
+      far = far || fabsf(origin[half]) > kFar;
+      alpha[half] = none || reference == -Infinity() ? 0.f : Exp2((reference - next) * rule.to_log2);
+      if (!moves) alpha[half] = 1.f;
+      max[half] = next;
+      sum[half] *= alpha[half];
+      moves_any = moves_any || moves;
+    }
+    moved = __any_sync(~0u, moves_any);
+    // Where half an ulp of the origin is not small against 1, scores are taken from it before they are scaled.
+    if (__any_sync(~0u, far)) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const bool this_far = fabsf(origin[half]) > kFar;
+        const float shift = this_far ? max[half] : 0.f;
+        if (this_far) origin[half] = 0.f;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+          s[n][2 * half] -= shift;
+          s[n][2 * half + 1] -= shift;
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = Exp2(fmaf(s[n][e], rule.to_log2, -origin[e / 2]));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) sum[half] += s[n][2 * half] + s[n][2 * half + 1];
+    }
+  }
+
+  __device__ __forceinline__ void Rescale() {
+    if (!moved) return;
+#pragma unroll
+    for (int d = 0; d < kDim / 8; ++d) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[d][e] *= alpha[e / 2];
+    }
+  }
+
+  __device__ __forceinline__ void PackProbabilities() {
+#pragma unroll
+    for (int n = 0; n < kKeys / 16; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[n][i] = Pack<E>(s[2 * n + i / 2][i % 2 * 2], s[2 * n + i / 2][i % 2 * 2 + 1]);
+    }
+  }
+
+  // ---- values that are not finite
+
+  __device__ __forceinline__ bool FindNonFinite(const E* tile, RunRange seen, int first_key) const {
+    bool found = false;
+    for (int i = thread; i < kKeys * Traits::kChunks; i += kWarpgroup) {
+      const int key = i / 8 % kKeys;  // panels follow each other
+      if (seen.Holds(first_key + key)) found = found || HasNonFinite<E>(reinterpret_cast<const uint4*>(tile)[i]);
+    }
+    return found;
+  }
+
+  // A value of Inf or NaN times a probability of 0 would reach rows that do not see its key. Where a block is seen only
+  // in part, such values are added to the rows that do see them and zeroed in the tile. All consumers find the same,
+  // since none of them changes the tile before all have looked. Comes before the consumer waits for its turn: others
+  // get here without it.
+  __device__ __forceinline__ void TakeOutNonFinite(const TileSm90<Traits>& work, const KeyBlockView& block) {
+    E* const tile = shared.value[value_slot.index];
+    const RunRange all = {block.first_key, block.first_key + kKeys}, seen = work.blocks.seen[block.run_index];
+    if (!SyncNamedOr(kOwnBarrier + warpgroup, kWarpgroup, FindNonFinite(tile, all, block.first_key))) return;
+    // Mostly they are in keys that no row sees.
+    if (SyncNamedOr(kAllBarrier, kConsumers * kWarpgroup, FindNonFinite(tile, seen, block.first_key))) {
+#pragma unroll 1
+      for (int key = 0; key < kKeys; ++key) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (!Sees(*rows, Row(half), block, key)) continue;
+#pragma unroll
+          for (int d = 0; d < kDim / 8; ++d) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const float v = ToFloat(tile[PanelIndex<kKeys>(key, 8 * d + lane % 4 * 2 + e)]);
+              if (!IsFinite(v)) o[d][2 * half + e] += v;
+            }
+          }
+        }
+      }
+      SyncNamed(kAllBarrier, kConsumers * kWarpgroup);
+    }
+    for (int i = warpgroup * kWarpgroup + thread; i < kKeys * kDim; i += kConsumers * kWarpgroup) {
+      if (!IsFinite(ToFloat(tile[i]))) tile[i] = E{0};
+    }
+    FenceAsyncProxy();
+    SyncNamed(kAllBarrier, kConsumers * kWarpgroup);
+  }
+
+  // ---- the query tile, after its copy or where no copy can bring it
+
+  __device__ __forceinline__ void LoadQueryRows(const TileSm90<Traits>& tile) {
+    SyncWarpgroup();  // all of it have read the last tile's
+#pragma unroll 4
+    for (int i = thread; i < 64 * Traits::kChunks; i += kWarpgroup) {
+      const int r = 64 * warpgroup + i / Traits::kChunks, chunk = i % Traits::kChunks;
+      uint4 x = {0, 0, 0, 0};
+      if (r < tile.num_rows) {
+        const int64_t row = rows->token[r] * params.num_heads + rows->head[r];
+        x = *reinterpret_cast<const uint4*>(static_cast<const E*>(params.query) + row * kDim + chunk * kChunk);
+      }
+      *reinterpret_cast<uint4*>(shared.query + PanelIndex<Traits::kRows>(r, chunk * kChunk)) = x;
+    }
+    FenceAsyncProxy();
+    SyncWarpgroup();
+  }
+
+  // The fused step's prologue on the warpgroup's own rows, which no other reads.
+  __device__ __forceinline__ void ApplyPrologueToRows(const QueryPrologue& prologue, const TileSm90<Traits>& tile) {
+    const int begin = 64 * warpgroup, end = min(begin + 64, tile.num_rows);
+    const auto element = [&](int r, int d) -> E& { return shared.query[PanelIndex<Traits::kRows>(r, d)]; };
+    ApplyPrologue<E, kDim>(prologue, tile.b, *rows, begin, end, thread, kWarpgroup, element);
+    FenceAsyncProxy();
+    SyncWarpgroup();
+  }
+
+  // ---- a tile
+
+  __device__ __forceinline__ void Scores(const TileSm90<Traits>& tile, int block, const State& state) {
+    if (state.partial || rule.modified) ModifyAndMask(ViewBlock(tile, block, state.mapped), state.partial);
+    Softmax();
+  }
+  __device__ __forceinline__ void CheckValues(const TileSm90<Traits>& tile, int block, const State& state) {
+    if (!state.partial) return;
+    WaitValues();
+    TakeOutNonFinite(tile, ViewBlock(tile, block, state.mapped));
+  }
+
+  // *rows is filled.
+  __device__ __forceinline__ void Run(const TileSm90<Traits>& tile) {
+#pragma unroll
+    for (int d = 0; d < kDim / 8; ++d) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0.f;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      max[half] = -Infinity();
+      sum[half] = 0.f;
+    }
+    int block = tile.blocks.total() - 1;
+    if (block < 0) return;
+    if (args.query_by_copy) {
+      WaitBarrier(&shared.query_full, query_parity, kQueryFull);
+      query_parity ^= 1u;
+    } else {
+      LoadQueryRows(tile);
+    }
+    if (const QueryPrologue* prologue = PrologueOf(params)) ApplyPrologueToRows(*prologue, tile);
+    WaitKeys();
+    IssueScores();
+    State state = StateOf(tile, block);
+    WgmmaWait<0>();
+    HoldRegisters(s);
+    ReleaseKeys(block == 0);
+    Scores(tile, block, state);
+    PackProbabilities();
+#pragma unroll 1
+    while (block > 0) {
+      CheckValues(tile, block, state);
+      WaitKeys();
+      WaitTurn();
+      IssueScores();
+      WaitValues();
+      IssueValues();
+      PassTurn();
+      --block;
+      state = StateOf(tile, block);
+      WgmmaWait<1>();
+      HoldRegisters(s);
+      ReleaseKeys(block == 0);
+      Scores(tile, block, state);
+      HoldRegisters(s);  // softmax is done before the wait, not after
+      if (block % 2 == 0) {
+        WgmmaWaitInArm0();
+      } else {
+        WgmmaWaitInArm1();
+      }
+      HoldRegisters(o);
+      Rescale();
+      HoldRegisters(p);
+      ReleaseValues();
+      PackProbabilities();
+    }
+    CheckValues(tile, 0, state);
+    WaitValues();
+    IssueValues();
+    WgmmaWait<0>();
+    HoldRegisters(o);
+    HoldRegisters(p);
+    ReleaseValues();
+  }
+};
+
+}  // namespace turboattn::prefill
+
+#endif  // TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM90_CUH_
