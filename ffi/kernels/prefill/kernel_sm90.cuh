@@ -7,25 +7,40 @@
 
 namespace turboattn::prefill {
 
-// FindTile by one warp.
+// FindTile by one warp. It adds up several sequences a lane before it looks closer, so that loads overlap.
 template <class Count>
 __device__ FoundTile FindTileByWarp(int64_t batch, int64_t number, Count count) {
+  constexpr int kAhead = 4;
   const int lane = threadIdx.x % kWarp;
   int64_t before = 0;  // tiles of the sequences before this round's
-  for (int64_t base = 0; base < batch; base += kWarp) {
-    const int64_t b = base + lane, mine = b < batch ? count(b) : 0;
-    int64_t sum = mine;
-    for (int step = 1; step < kWarp; step *= 2) {
-      const int64_t other = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += other;
+  for (int64_t base = 0; base < batch; base += kAhead * kWarp) {
+    int64_t counts[kAhead], total = 0;
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      const int64_t b = base + k * kWarp + lane;
+      counts[k] = b < batch ? count(b) : 0;
+      total += counts[k];
     }
-    const int64_t start = before + sum - mine;
-    const uint32_t here = __ballot_sync(~0u, number >= start && number < start + mine);
-    if (here != 0) {
-      const int owner = __ffs(static_cast<int>(here)) - 1;
-      return {base + owner, number - __shfl_sync(~0u, start, owner)};
+    for (int step = 1; step < kWarp; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+    if (number >= before + total) {
+      before += total;
+      continue;
     }
-    before += __shfl_sync(~0u, sum, kWarp - 1);
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      int64_t sum = counts[k];
+      for (int step = 1; step < kWarp; step *= 2) {
+        const int64_t other = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += other;
+      }
+      const int64_t start = before + sum - counts[k];
+      const uint32_t here = __ballot_sync(~0u, number >= start && number < start + counts[k]);
+      if (here != 0) {
+        const int owner = __ffs(static_cast<int>(here)) - 1;
+        return {base + k * kWarp + owner, number - __shfl_sync(~0u, start, owner)};
+      }
+      before += __shfl_sync(~0u, sum, kWarp - 1);
+    }
   }
   return {batch, 0};
 }
