@@ -135,10 +135,10 @@ __device__ __forceinline__ uint4 TransposeQuad(uint4 w) {
 // Writes a consumer's rows.
 template <class Traits, class Params>
 __device__ __forceinline__ void StoreRows(const Params& params, const TileSm90<Traits>& tile,
-                                          const TileRows<Traits::kRows>& rows,
                                           const ConsumerSm90<Traits, Params>& consumer) {
   using E = typename Traits::E;
   constexpr int kDim = Traits::kDim;
+  const TileRows<Traits::kRows>& rows = tile.rows;
   const int column = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -223,12 +223,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
     } else {
       for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
         WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
-        const TileSm90<Traits>& tile = shared.tiles[slot.index];
+        TileSm90<Traits>& tile = shared.tiles[slot.index];
         const bool last = tile.num_rows == 0;
         if (!last) {
           for (int r = threadIdx.x - 2 * kWarp; r < Traits::kRows; r += kRowWarps * kWarp) {
-            FillTileRow<Traits::kRows>(params, tile.view, tile.head, tile.first_row, tile.num_rows, r,
-                                       &shared.rows[slot.index]);
+            FillTileRow<Traits::kRows>(params, tile.view, tile.head, tile.first_row, tile.num_rows, r, &tile.rows);
           }
         }
         __syncwarp();
@@ -249,9 +248,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
       WaitBarrier(&shared.rows_full[slot.index], slot.parity, kRowsFull);
       const TileSm90<Traits>& tile = shared.tiles[slot.index];
       if (tile.num_rows == 0) break;
-      consumer.rows = &shared.rows[slot.index];
+      consumer.rows = &tile.rows;
       consumer.Run(tile);
-      StoreRows<Traits>(params, tile, *consumer.rows, consumer);
+      StoreRows<Traits>(params, tile, consumer);
       consumer.ArriveByWarp(&shared.tile_empty[slot.index]);
     }
   }
