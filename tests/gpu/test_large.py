@@ -88,7 +88,8 @@ def test_pool_beyond_int32(kv_dtype):
 
     def pair(**arrays):
         """Arguments for the pool and for the small one."""
-        return dict(cache=pool.cache, page_table=table, **arrays), dict(cache=pool.small, page_table=small_table, **arrays)
+        ours, theirs = dict(cache=pool.cache, page_table=table), dict(cache=pool.small, page_table=small_table)
+        return ours | arrays, theirs | arrays
 
     offsets = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
     rows = new(int(lens.sum()))
@@ -109,9 +110,8 @@ def test_pool_beyond_int32(kv_dtype):
 
     ours, theirs = pair(**new(B), kv_lens=lens + 1, q_offsets=np.arange(B + 1, dtype=np.int32))
     result, pool.cache = jit("paged_attention_step", donate="cache", return_residual=True)(**ours)
-    want = golden.paged_attention_step(**theirs)[1]
     check("paged_attention_step", result, theirs)
-    pool.small = want
+    pool.small = golden.paged_attention_step(**theirs)[1]
     pool.compare("paged_attention_step")
 
     moves = np.arange(5), B * M + np.arange(5)  # among the few
@@ -226,9 +226,7 @@ class Haystack:
 
         (key, key_params), (value, value_params) = (jax.jit(spread)(jnp.asarray(x)) for x in base)
         empty = ta.PagedKVCache.create(1, self.K, self.D, page_size=self.P, dtype="int8")
-        self.cache = dataclasses.replace(
-            empty, key=key, value=value, key_params=key_params, value_params=value_params
-        )
+        self.cache = dataclasses.replace(empty, key=key, value=value, key_params=key_params, value_params=value_params)
 
     def queries(self, tokens: int) -> np.ndarray:
         """[B, tokens, H, D]: along the needle of the sequence, as long as log(keys) asks for, no two rows the same."""
