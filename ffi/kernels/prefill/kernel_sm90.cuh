@@ -7,25 +7,40 @@
 
 namespace turboattn::prefill {
 
-// FindTile by one warp.
+// FindTile by one warp. It adds up several sequences a lane before it looks closer, so that loads overlap.
 template <class Count>
 __device__ FoundTile FindTileByWarp(int64_t batch, int64_t number, Count count) {
+  constexpr int kAhead = 4;
   const int lane = threadIdx.x % kWarp;
   int64_t before = 0;  // tiles of the sequences before this round's
-  for (int64_t base = 0; base < batch; base += kWarp) {
-    const int64_t b = base + lane, mine = b < batch ? count(b) : 0;
-    int64_t sum = mine;
-    for (int step = 1; step < kWarp; step *= 2) {
-      const int64_t other = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += other;
+  for (int64_t base = 0; base < batch; base += kAhead * kWarp) {
+    int64_t counts[kAhead], total = 0;
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      const int64_t b = base + k * kWarp + lane;
+      counts[k] = b < batch ? count(b) : 0;
+      total += counts[k];
     }
-    const int64_t start = before + sum - mine;
-    const uint32_t here = __ballot_sync(~0u, number >= start && number < start + mine);
-    if (here != 0) {
-      const int owner = __ffs(static_cast<int>(here)) - 1;
-      return {base + owner, number - __shfl_sync(~0u, start, owner)};
+    for (int step = 1; step < kWarp; step *= 2) total += __shfl_xor_sync(~0u, total, step);
+    if (number >= before + total) {
+      before += total;
+      continue;
     }
-    before += __shfl_sync(~0u, sum, kWarp - 1);
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      int64_t sum = counts[k];
+      for (int step = 1; step < kWarp; step *= 2) {
+        const int64_t other = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += other;
+      }
+      const int64_t start = before + sum - counts[k];
+      const uint32_t here = __ballot_sync(~0u, number >= start && number < start + counts[k]);
+      if (here != 0) {
+        const int owner = __ffs(static_cast<int>(here)) - 1;
+        return {base + k * kWarp + owner, number - __shfl_sync(~0u, start, owner)};
+      }
+      before += __shfl_sync(~0u, sum, kWarp - 1);
+    }
   }
   return {batch, 0};
 }
@@ -120,10 +135,10 @@ __device__ __forceinline__ uint4 TransposeQuad(uint4 w) {
 // Writes a consumer's rows.
 template <class Traits, class Params>
 __device__ __forceinline__ void StoreRows(const Params& params, const TileSm90<Traits>& tile,
-                                          const TileRows<Traits::kRows>& rows,
                                           const ConsumerSm90<Traits, Params>& consumer) {
   using E = typename Traits::E;
   constexpr int kDim = Traits::kDim;
+  const TileRows<Traits::kRows>& rows = tile.rows;
   const int column = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -208,12 +223,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
     } else {
       for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
         WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
-        const TileSm90<Traits>& tile = shared.tiles[slot.index];
+        TileSm90<Traits>& tile = shared.tiles[slot.index];
         const bool last = tile.num_rows == 0;
         if (!last) {
           for (int r = threadIdx.x - 2 * kWarp; r < Traits::kRows; r += kRowWarps * kWarp) {
-            FillTileRow<Traits::kRows>(params, tile.view, tile.head, tile.first_row, tile.num_rows, r,
-                                       &shared.rows[slot.index]);
+            FillTileRow<Traits::kRows>(params, tile.view, tile.head, tile.first_row, tile.num_rows, r, &tile.rows);
           }
         }
         __syncwarp();
@@ -234,9 +248,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
       WaitBarrier(&shared.rows_full[slot.index], slot.parity, kRowsFull);
       const TileSm90<Traits>& tile = shared.tiles[slot.index];
       if (tile.num_rows == 0) break;
-      consumer.rows = &shared.rows[slot.index];
+      consumer.rows = &tile.rows;
       consumer.Run(tile);
-      StoreRows<Traits>(params, tile, *consumer.rows, consumer);
+      StoreRows<Traits>(params, tile, consumer);
       consumer.ArriveByWarp(&shared.tile_empty[slot.index]);
     }
   }

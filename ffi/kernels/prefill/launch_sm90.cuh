@@ -109,7 +109,10 @@ ScheduleSm90 ChooseSchedule(const Params& params, int64_t sms) {
     const ScheduleSm90 pairs = MakeSchedule<Traits>(params, true, sms);
     if (pairs.items >= kItemsOfBlock * sms) return pairs;
   }
-  return MakeSchedule<Traits>(params, false, INT64_MAX);
+  // Of ranges there may be far fewer tiles than MaxTiles, which counts one for the end of each sequence: blocks for the
+  // full ones, which look for the others too.
+  const int64_t full = QueryRows(params) * params.num_heads / Traits::kRows;
+  return MakeSchedule<Traits>(params, false, UniformQueryLength(params) > 0 ? INT64_MAX : full + sms);
 }
 
 template <class Traits, class Params>

@@ -45,6 +45,7 @@ struct TileSm90 {
   int64_t head;  // kv head
   int64_t first_row;
   int num_rows;  // 0: no more tiles
+  TileRows<Traits::kRows> rows;
 };
 
 // Names of waits, for WaitBarrier().
@@ -60,7 +61,7 @@ enum WaitSm90 {
   kValueEmpty
 };
 
-constexpr int kRowWarps = 2;  // they fill TileRows
+constexpr int kRowWarps = 2;  // they fill in TileSm90::rows
 
 template <class Traits>
 struct SharedSm90 {
@@ -75,7 +76,6 @@ struct SharedSm90 {
   uint64_t tile_full[kTiles], rows_full[kTiles], tile_empty[kTiles];
   uint32_t mapped[Traits::kStages];  // of a K tile: bit g: keys 8 g .. 8 g + 7 lie on a mapped page
   TileSm90<Traits> tiles[kTiles];
-  TileRows<Traits::kRows> rows[kTiles];
 
   // By one thread, before anything else.
   __device__ void InitBarriers() {
@@ -536,7 +536,7 @@ struct ConsumerSm90 {
     TakeOutNonFinite(tile, ViewBlock(tile, block, state.mapped));
   }
 
-  // *rows is filled.
+  // tile.rows is filled in.
   __device__ __forceinline__ void Run(const TileSm90<Traits>& tile) {
 #pragma unroll
     for (int d = 0; d < kDim / 8; ++d) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0.f;
