@@ -7,11 +7,12 @@
 //   AcrossRows(word, low, high, pairs)  the halves of the word are of two rows: pair i is code i of both halves
 //   UnitElement(unit, i)                which element of a 16-byte chunk is code i of its 16-bit unit `unit`, as
 //                                       AcrossRows counts codes
-//   KeyCodes(word, pairs)               as Neighbours, but the codes themselves, in fp16
+//   KeyCodes(word, pairs)               as Neighbours, but the codes themselves less kCentre, in fp16
 //   ValueCodes(word, pairs)             as AcrossRows, likewise
 //
 // Codes that are not scaled take a quarter of the instructions of decoded ones; scales and zeros are then factors of
-// scores and of probabilities. fp16 holds all integers up to 2048 and every e4m3.
+// scores and of probabilities. fp16 holds all integers up to 2048 and every e4m3. kCentre is the middle of the codes: a
+// row's zero is its minimum, and large terms that cancel would cost bits.
 #ifndef TURBOATTN_KERNELS_COMMON_CODEC_CUH_
 #define TURBOATTN_KERNELS_COMMON_CODEC_CUH_
 

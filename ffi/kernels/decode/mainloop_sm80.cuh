@@ -7,12 +7,12 @@
 // The columns of S^T and O^T are the same in every lane, so the softmax state of a column lives where its sums do.
 //
 // Codes become fp16 in registers between ldmatrix and mma, unscaled: a key is code * scale + zero, so its score is
-// scale * (q . code) + zero * sum(q), and a value's scale is a factor of its probability. Both products are then of
-// fp16 whatever E is; queries and scaled probabilities are brought into its range by powers of two.
-// ldmatrix moves 16 bits, two or four codes, so the order of a row's elements is permuted. A lane holds one word of
-// each 16-byte chunk of a key, 4 or 8 neighbours: 4 of them are its share of a step of 16 elements, and the query's
-// fragments are loaded in the same order (QueryElement). Of a value row it holds 16 bits of each chunk: two codes are
-// rows g and g + 8 of a tile of O^T (ValueColumn).
+// scale * (q . code) + zero * sum(q), counted from the middle of the codes, and a value's scale is a factor of its
+// probability. Both products are then of fp16 whatever E is; queries and scaled probabilities are brought into its
+// range by powers of two. ldmatrix moves 16 bits, two or four codes, so the order of a row's elements is permuted. A
+// lane holds one word of each 16-byte chunk of a key, 4 or 8 neighbours: 4 of them are its share of a step of 16
+// elements, and the query's fragments are loaded in the same order (QueryElement). Of a value row it holds 16 bits of
+// each chunk: two codes are rows g and g + 8 of a tile of O^T (ValueColumn).
 #ifndef TURBOATTN_KERNELS_DECODE_MAINLOOP_SM80_CUH_
 #define TURBOATTN_KERNELS_DECODE_MAINLOOP_SM80_CUH_
 
@@ -311,6 +311,12 @@ struct MainloopSm80 {
     return UnpackRowScale<E>(ring.row_params[slot][which][key]);
   }
 
+  // The same with the value of the codes' centre in place of zero.
+  __device__ RowScale CentredScaleOf(int slot, int which, int key) const {
+    const RowScale row = ScaleOf(slot, which, key);
+    return {row.scale, fmaf(row.scale, Codes::kCentre, row.zero)};
+  }
+
   // s = K Q^T of one step.
   __device__ void MultiplyKeys(int slot, float (&s)[kColumns][4]) {
     const uint32_t tile = SharedAddress(ring.tile[slot][0]);
@@ -357,7 +363,7 @@ struct MainloopSm80 {
   __device__ void ScaleScores(int slot, float (&s)[kColumns][4]) {
     RowScale scale[2];
     if constexpr (kRowParams) {
-      for (int half = 0; half < 2; ++half) scale[half] = ScaleOf(slot, 0, lane / 4 + 8 * half);
+      for (int half = 0; half < 2; ++half) scale[half] = CentredScaleOf(slot, 0, lane / 4 + 8 * half);
     }
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
@@ -441,8 +447,8 @@ struct MainloopSm80 {
   __device__ void Softmax(int slot, float (&s)[kColumns][4], uint32_t (&p)[kColumns][2]) {
     RowScale scale[2];  // of this lane's values
     if constexpr (kRowParams) {
-      for (int half = 0; half < 2; ++half) scale[half] = ScaleOf(slot, 1, lane / 4 + 8 * half);
-      const float larger = fmaxf(scale[0].scale, scale[1].scale);
+      for (int half = 0; half < 2; ++half) scale[half] = CentredScaleOf(slot, 1, lane / 4 + 8 * half);
+      const float larger = fmaxf(fabsf(scale[0].scale), fabsf(scale[1].scale));  // any bits may be stored
       if (__any_sync(~0u, larger * weight_unit > kMaxWeight)) ChangeWeightUnit(larger);
     }
 #pragma unroll
