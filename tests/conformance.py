@@ -109,22 +109,23 @@ def leaves(result: Any) -> list[np.ndarray]:
 # ---- one case against the golden
 
 
-def check(case: cases.Case, call: cases.Call, result: Any, implementation: str, folds: bool = False) -> None:
+def check(case: cases.Case, call: cases.Call, result: Any, implementation: str, tensor_cores: bool = False) -> None:
     """Raises BudgetExceeded unless the result is what the golden says.
 
-    folds: rows over a quantised cache may follow the golden that does not round decoded values, see
-    `golden.paged_attention`.
+    tensor_cores: both products are of 16-bit operands. Probabilities are rounded to E then; sums are those of
+    `tolerances.tensor_core_slack`; and rows over a quantised cache may follow the golden that does not round decoded
+    values, see `golden.paged_attention`.
     """
     what = f"{case.name} [{implementation}]"
     reference = getattr(golden, case.spec.op)
-    folds = folds and case.spec.kv_dtype is not None
+    folds = tensor_cores and case.spec.kv_dtype is not None
     if case.spec.op in ATTENTION:
         out, lse = result
         goldens = tuple(reference(**call.semantic, baseline=baseline) for baseline in (False, True))
         if folds:
             folded = (reference(**call.semantic, folded=True, baseline=baseline) for baseline in (False, True))
             goldens = tolerances.nearer(lse, goldens, tuple(folded))
-        check_out(what, case, out, lse, *goldens)
+        check_out(what, case, call, out, lse, *goldens, tensor_cores)
     elif case.spec.op == "paged_attention_step":
         (out, lse), written = result
         step = functools.partial(reference, **call.semantic, stored=written)
@@ -134,7 +135,7 @@ def check(case: cases.Case, call: cases.Call, result: Any, implementation: str, 
         if folds:
             folded = (step(folded=True, baseline=baseline)[0] for baseline in (False, True))
             goldens = tolerances.nearer(lse, goldens, tuple(folded))
-        check_out(what, case, out, lse, *goldens, step_slack(call, written))
+        check_out(what, case, call, out, lse, *goldens, tensor_cores, step_slack(call, written))
     elif case.spec.op == "append_kv":
         check_cache(what, call, result, reference(**call.semantic))
     elif case.spec.op == "copy_pages":
@@ -146,15 +147,27 @@ def check(case: cases.Case, call: cases.Call, result: Any, implementation: str, 
 
 
 def check_out(
-    what: str, case: cases.Case, out: Any, lse: Any, want: golden.Result, base: golden.Result, slack: Any = 0.0
+    what: str,
+    case: cases.Case,
+    call: cases.Call,
+    out: Any,
+    lse: Any,
+    want: golden.Result,
+    base: golden.Result,
+    tensor_cores: bool,
+    slack: Any = 0.0,
 ) -> None:
     expected = dict(case.spec.hints).get("out_dtype", case.spec.dtype)
     assert out.dtype == cases.DTYPES[expected] and lse.dtype == np.float32
+    if tensor_cores and "query" in call.semantic:
+        slack = slack + tolerances.tensor_core_slack(want.peak, call.semantic["query"].shape[-1])
     tolerances.check_attention(what, out, lse, want, base, slack)
     if case.values.data == "ones" and not case.spec.tags & {"sinks", "value_bias", "quantised", "shared_value"}:
         seen = want.keys > 0
-        # The logits cancel in sum(p) / sum(p): what is left is one ulp and the float32 floor of the two sums.
-        limit = tolerances.ulp(np.ones(()), out.dtype) + tolerances.float32_floor(want.keys[seen], np.zeros(()))
+        # The logits cancel in sum(p) / sum(p): what is left is one ulp, of the output or of the probabilities above, and
+        # the float32 floor of the two sums.
+        last = cases.DTYPES[case.spec.dtype] if tensor_cores else out.dtype
+        limit = tolerances.ulp(np.ones(()), last) + tolerances.float32_floor(want.keys[seen], np.zeros(()))
         tolerances.within(f"{what}: V = 1", out[seen], np.ones_like(want.out[seen]), limit[:, None, None])
 
 
@@ -257,7 +270,7 @@ class Conformance:
     implementation: str
     unsupported: frozenset[str] = frozenset()
     append_implementation: str | None = None  # where append_kv is another's: whose
-    folds_scales = False  # of quantised caches, in some of its kernels
+    tensor_cores = False  # see check
     draws = 1  # random draws of each spec; contract: at least 200 a run
 
     def refusal(self, spec: cases.Spec) -> str | None:
@@ -280,7 +293,7 @@ class Conformance:
                 run(case, call, self.implementation)
             record_property("declined", [self.implementation, reason, case.spec.label])
             return
-        check(case, call, run(case, call, self.implementation), self.implementation, self.folds_scales)
+        check(case, call, run(case, call, self.implementation), self.implementation, self.tensor_cores)
 
     @ids(list(GROUPED))
     def test_reruns_are_bitwise_equal(self, spec):
@@ -435,7 +448,7 @@ class Conformance:
             case = cases.Case(spec, cases.random_values(rng, spec, f"seed{seed}"))
             hypothesis.note(f"{case.name}: {case.values}")
             call = cases.build(case)
-            check(case, call, run(case, call, self.implementation), self.implementation, self.folds_scales)
+            check(case, call, run(case, call, self.implementation), self.implementation, self.tensor_cores)
 
         draw()
         record_property("drawn", [self.implementation, self.draws])
@@ -454,7 +467,7 @@ class Conformance:
             try:
                 call = cases.build(case)
                 result = to_numpy(jitted({n: to_jax(x) for n, x in call.arrays.items()}))
-                check(case, call, result, self.implementation, self.folds_scales)
+                check(case, call, result, self.implementation, self.tensor_cores)
             except Exception as error:
                 error.add_note(f"{case.spec} {case.values}")
                 raise

@@ -93,14 +93,14 @@ def test_rows_of_quantised_caches_follow_one_of_two_goldens():
     odd = np.arange(len(rounded.lse)) % 2 == 1
     mixed = [np.where(odd.reshape(-1, *(1,) * (a.ndim - 1)), b, a) for a, b in zip(*results, strict=True)]
     for result in (*results, mixed):
-        conformance.check(case, call, result, "either", folds=True)
+        conformance.check(case, call, result, "either", tensor_cores=True)
     conformance.check(case, call, results[0], "rounds")
     for result in (results[1], mixed):
         with pytest.raises(tolerances.BudgetExceeded):
             conformance.check(case, call, result, "rounds")
     off = (results[1][0], results[1][1] + np.float32(1e-4))
     with pytest.raises(tolerances.BudgetExceeded):
-        conformance.check(case, call, off, "either", folds=True)
+        conformance.check(case, call, off, "either", tensor_cores=True)
 
 
 def test_bytes_and_values():

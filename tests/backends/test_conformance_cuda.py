@@ -23,7 +23,7 @@ IN_FAMILIES = [case for case in cases.CASES if case.spec.op in ATTENTION]
 
 class TestCuda(conformance.Conformance):
     implementation = "cuda"
-    folds_scales = True
+    tensor_cores = True
     draws = 6  # of some 210 specs: more than 1,000 random cases
 
     def refusal(self, spec):

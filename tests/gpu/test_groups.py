@@ -37,4 +37,4 @@ def test_group(group, op, kv_dtype):
         if lens == "one":  # the chunk is there: its tokens would go to the decode kernel otherwise
             assert np.diff(call.arrays["q_offsets"]).max() == spec.T
         result = conformance.run(case, call, IMPLEMENTATION)
-        conformance.check(case, call, result, IMPLEMENTATION, folds=GPU)
+        conformance.check(case, call, result, IMPLEMENTATION, tensor_cores=GPU)

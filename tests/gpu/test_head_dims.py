@@ -29,4 +29,4 @@ def test_head_dim(dim, dtype, kv_dtype, op):
         case = cases.Case(spec, cases.Values(lens, lens, data))
         call = cases.build(case)
         result = conformance.run(case, call, IMPLEMENTATION)
-        conformance.check(case, call, result, IMPLEMENTATION, folds=GPU)
+        conformance.check(case, call, result, IMPLEMENTATION, tensor_cores=GPU)
