@@ -217,8 +217,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
         const TileSm90<Traits>& tile = shared.tiles[slot.index];
         if (tile.num_rows == 0) break;
         values.Load(tile);
-        __syncwarp();
-        if (threadIdx.x % kWarp == 0) Arrive(&shared.tile_empty[slot.index]);
+        Arrive(&shared.tile_empty[slot.index]);
       }
     } else {
       for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
@@ -230,8 +229,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
             FillTileRow<Traits::kRows>(params, tile.view, tile.head, tile.first_row, tile.num_rows, r, &tile.rows);
           }
         }
-        __syncwarp();
-        if (threadIdx.x % kWarp == 0) Arrive(&shared.rows_full[slot.index]);
+        Arrive(&shared.rows_full[slot.index]);
         if (last) break;
       }
     }
@@ -251,7 +249,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
       consumer.rows = &tile.rows;
       consumer.Run(tile);
       StoreRows<Traits>(params, tile, consumer);
-      consumer.ArriveByWarp(&shared.tile_empty[slot.index]);
+      Arrive(&shared.tile_empty[slot.index]);
     }
   }
 }

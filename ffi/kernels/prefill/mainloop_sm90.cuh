@@ -90,8 +90,9 @@ struct SharedSm90 {
     }
     for (int i = 0; i < kTiles; ++i) {
       InitBarrier(&tile_full[i], 1);
-      InitBarrier(&rows_full[i], kRowWarps);
-      InitBarrier(&tile_empty[i], kConsumerWarps + 1);  // and the producer of values
+      // All threads that write and read arrive: compute-sanitizer does not follow one lane's arrival for its warp.
+      InitBarrier(&rows_full[i], kRowWarps * kWarp);
+      InitBarrier(&tile_empty[i], (kConsumerWarps + 1) * kWarp);  // and the producer of values
     }
     FenceBarrierInit();
   }
