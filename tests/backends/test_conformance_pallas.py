@@ -27,6 +27,7 @@ SPECS = [f"{op}/{name}" for op, names in INTERPRETED.items() for name in names.s
 class OnGpu(conformance.Conformance):
     implementation = "pallas"
     append_implementation = "xla"
+    tensor_cores = True
     # These need append_kv, gather_kv or context parallelism, which it has not.
     test_minimum_of_both_zeros = None
     test_context_parallel_ranks_merge_to_the_whole = None
