@@ -4,11 +4,10 @@
 //   Scale                               what the decoding of a row takes
 //   kPerWord                            codes in 32 bits
 //   Neighbours(word, scale, pairs)      kPerWord neighbouring elements of a row, two a pair, in their order
-//   AcrossRows(word, low, high, pairs)  the halves of the word are of two rows: pair i is code i of both halves
-//   UnitElement(unit, i)                which element of a 16-byte chunk is code i of its 16-bit unit `unit`, as
-//                                       AcrossRows counts codes
 //   KeyCodes(word, pairs)               as Neighbours, but the codes themselves less kCentre, in fp16
-//   ValueCodes(word, pairs)             as AcrossRows, likewise
+//   ValueCodes(word, pairs)             likewise, where the word's halves are of two rows: pair i is code i of both
+//   UnitElement(unit, i)                which element of a 16-byte chunk is code i of its 16-bit unit `unit`, as
+//                                       ValueCodes counts codes
 //
 // Codes that are not scaled take a quarter of the instructions of decoded ones; scales and zeros are then factors of
 // scores and of probabilities. fp16 holds all integers up to 2048 and every e4m3. kCentre is the middle of the codes: a
@@ -44,14 +43,13 @@ __device__ __forceinline__ RowScale UnpackRowScale(uint32_t packed) {
 template <class E>
 constexpr uint32_t kMaxFinitePair = std::is_same_v<E, bf16> ? 0x7f7f7f7fu : 0x7bff7bffu;
 
-// Two codes, as floats, of rows with these parameters. The product of a code of up to 8 bits and a scale of at most 11
+// Two codes, as floats, of a row with these parameters. The product of a code of up to 8 bits and a scale of at most 11
 // significant bits is exact in float32, so one fma rounds like the multiplication and the addition. Decoded rows are
 // finite or all NaN: Inf is an overflow, which saturates.
 template <class E>
-__device__ __forceinline__ uint32_t DecodePair(float low, float high, RowScale low_scale, RowScale high_scale) {
-  return ClampPair<E>(
-      Pack<E>(__fmaf_rn(low, low_scale.scale, low_scale.zero), __fmaf_rn(high, high_scale.scale, high_scale.zero)),
-      kMaxFinitePair<E>);
+__device__ __forceinline__ uint32_t DecodePair(float low, float high, RowScale row) {
+  return ClampPair<E>(Pack<E>(__fmaf_rn(low, row.scale, row.zero), __fmaf_rn(high, row.scale, row.zero)),
+                      kMaxFinitePair<E>);
 }
 
 }  // namespace turboattn

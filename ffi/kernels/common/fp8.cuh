@@ -24,12 +24,6 @@ struct Codec<E, DType::kFloat8E4M3> {
     pairs[1] = Decode(Low(second), High(second), scale);
   }
 
-  static __device__ __forceinline__ void AcrossRows(uint32_t word, Scale scale, Scale, uint32_t (&pairs)[2]) {
-    const uint32_t first = Fp8ToFp16(word), second = Fp8ToFp16(word >> 16);
-    pairs[0] = Decode(Low(first), Low(second), scale);
-    pairs[1] = Decode(High(first), High(second), scale);
-  }
-
   static __device__ __forceinline__ int UnitElement(int unit, int i) { return 2 * unit + i; }
 
   static __device__ __forceinline__ void KeyCodes(uint32_t word, uint32_t (&pairs)[2]) {

@@ -13,15 +13,11 @@ struct Codec<E, DType::kInt4> {
   static constexpr int kPerWord = 8;
 
   static __device__ __forceinline__ void Neighbours(uint32_t word, Scale scale, uint32_t (&pairs)[4]) {
-    AcrossRows(word, scale, scale, pairs);
-  }
-
-  static __device__ __forceinline__ void AcrossRows(uint32_t word, Scale low, Scale high, uint32_t (&pairs)[4]) {
     const uint32_t top = word >> 16;
-    pairs[0] = DecodePair<E>(ToFloat<0>(word), ToFloat<0>(top), low, high);
-    pairs[1] = DecodePair<E>(ToFloat<1>(word), ToFloat<1>(top), low, high);
-    pairs[2] = DecodePair<E>(ToFloat<2>(word), ToFloat<2>(top), low, high);
-    pairs[3] = DecodePair<E>(ToFloat<3>(word), ToFloat<3>(top), low, high);
+    pairs[0] = DecodePair<E>(ToFloat<0>(word), ToFloat<0>(top), scale);
+    pairs[1] = DecodePair<E>(ToFloat<1>(word), ToFloat<1>(top), scale);
+    pairs[2] = DecodePair<E>(ToFloat<2>(word), ToFloat<2>(top), scale);
+    pairs[3] = DecodePair<E>(ToFloat<3>(word), ToFloat<3>(top), scale);
   }
 
   static constexpr float kCentre = 8.f;

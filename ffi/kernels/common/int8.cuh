@@ -12,13 +12,8 @@ struct Codec<E, DType::kInt8> {
   static constexpr int kPerWord = 4;
 
   static __device__ __forceinline__ void Neighbours(uint32_t word, Scale scale, uint32_t (&pairs)[2]) {
-    pairs[0] = DecodePair<E>(ToFloat<0>(word), ToFloat<1>(word), scale, scale);
-    pairs[1] = DecodePair<E>(ToFloat<2>(word), ToFloat<3>(word), scale, scale);
-  }
-
-  static __device__ __forceinline__ void AcrossRows(uint32_t word, Scale low, Scale high, uint32_t (&pairs)[2]) {
-    pairs[0] = DecodePair<E>(ToFloat<0>(word), ToFloat<2>(word), low, high);
-    pairs[1] = DecodePair<E>(ToFloat<1>(word), ToFloat<3>(word), low, high);
+    pairs[0] = DecodePair<E>(ToFloat<0>(word), ToFloat<1>(word), scale);
+    pairs[1] = DecodePair<E>(ToFloat<2>(word), ToFloat<3>(word), scale);
   }
 
   static __device__ __forceinline__ int UnitElement(int unit, int i) { return 2 * unit + i; }
