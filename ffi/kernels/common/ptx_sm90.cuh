@@ -17,6 +17,7 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/common/dtypes.h"
 #include "kernels/common/ptx.cuh"
@@ -184,6 +185,18 @@ __device__ __forceinline__ void HoldRegisters(uint32_t (&a)[kTiles][4]) {
   for (int n = 0; n < kTiles; ++n) {
     asm volatile("" : "+r"(a[n][0]), "+r"(a[n][1]), "+r"(a[n][2]), "+r"(a[n][3])::"memory");
   }
+}
+
+// a b + c of two packed values.
+template <class E>
+__device__ __forceinline__ uint32_t MultiplyAddPairs(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  if constexpr (std::is_same_v<E, bf16>) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  }
+  return d;
 }
 
 // Descriptor of a swizzled tile at `address`: panels `panel_bytes` apart (MN-major only).

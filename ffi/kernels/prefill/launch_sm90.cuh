@@ -79,10 +79,6 @@ cudaError_t EncodeKeys(const PagedAttentionParams& params, const void* array, CU
 
 // Keys and values of as many heads as a section has: a good part of L2.
 constexpr int64_t kSectionBytes = int64_t{32} << 20;
-// Tiles of at most this many blocks of keys, on average, are short: what a block does before and after its products
-// then shows, and blocks take many tiles so that the producer works ahead. Longer ones are a block each: the hardware
-// then evens their lengths out.
-constexpr int64_t kShortTile = 24;
 // Blocks that take many tiles end together only when they take many.
 constexpr int64_t kItemsOfBlock = 4;
 
@@ -102,12 +98,14 @@ ScheduleSm90 MakeSchedule(const Params& params, bool in_pairs, int64_t blocks) {
   return schedule;
 }
 
+// Uniform calls: blocks that stay, so that what a block does before and after its products is done beside those of the
+// tile before or after; causal ones take a long and a short tile in turn. Where such pairs are few, and of ranges,
+// whose lengths only the device knows, a block a tile: the hardware then evens their lengths out.
 template <class Traits, class Params>
 ScheduleSm90 ChooseSchedule(const Params& params, int64_t sms) {
-  const int64_t mean_keys = params.score.is_causal ? MaxKeysOf(params) / 2 : MaxKeysOf(params);
-  if (UniformQueryLength(params) > 0 && BatchOf(params) > 0 && mean_keys <= kShortTile * Traits::kKeys) {
-    const ScheduleSm90 pairs = MakeSchedule<Traits>(params, true, sms);
-    if (pairs.items >= kItemsOfBlock * sms) return pairs;
+  if (UniformQueryLength(params) > 0 && BatchOf(params) > 0) {
+    const ScheduleSm90 schedule = MakeSchedule<Traits>(params, params.score.is_causal, sms);
+    if (!schedule.in_pairs || schedule.items >= kItemsOfBlock * sms) return schedule;
   }
   // Of ranges there may be far fewer tiles than MaxTiles, which counts one for the end of each sequence: blocks for the
   // full ones, which look for the others too.

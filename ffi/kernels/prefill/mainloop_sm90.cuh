@@ -311,6 +311,11 @@ struct ConsumerSm90 {
     key_slot.Advance();
     if (last && args.query_by_copy) ArriveByWarp(&shared.query_empty);
   }
+  __device__ __forceinline__ RingSlot<kStages> NextValueSlot() const {
+    RingSlot<kStages> next = value_slot;
+    next.Advance();
+    return next;
+  }
   __device__ __forceinline__ void ReleaseValues() {
     ArriveByWarp(&shared.value_empty[value_slot.index]);
     value_slot.Advance();
@@ -321,14 +326,15 @@ struct ConsumerSm90 {
   // What is to be known of a block. Read while products run, since it takes a chain of loads.
   struct State {
     uint32_t mapped;
-    bool partial;  // some row of the tile does not see some key of it
+    bool partial;     // some row of the tile does not see some key of it
+    bool odd_values;  // and some of its values are not finite
   };
 
   __device__ __forceinline__ State StateOf(const TileSm90<Traits>& tile, int block) const {
     const uint32_t mapped = kPaged ? shared.mapped[key_slot.index] : kAllMapped;
     const bool whole = tile.blocks.common[tile.blocks.RunOf(block)].HoldsAll(tile.blocks.FirstKey(block), kKeys) &&
                        mapped == kAllMapped && SegmentsOfKeys(params, 0) == nullptr;
-    return {mapped, !whole};
+    return {mapped, !whole, false};
   }
   __device__ __forceinline__ KeyBlockView ViewBlock(const TileSm90<Traits>& tile, int block, uint32_t mapped) const {
     const int run = tile.blocks.RunOf(block);
@@ -364,6 +370,16 @@ struct ConsumerSm90 {
       if (ranges_only) {
         const int lo = rows->lo[block.run_index][row] - block.first_key - column;
         const int hi = rows->hi[block.run_index][row] - block.first_key - column;
+        if (__all_sync(~0u, lo <= 0)) {  // no window's edge
+#pragma unroll
+          for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              if (8 * n + e >= hi) s[n][2 * half + e] = -Infinity();
+            }
+          }
+          continue;
+        }
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
@@ -455,13 +471,30 @@ struct ConsumerSm90 {
 
   // ---- values that are not finite
 
-  __device__ __forceinline__ bool FindNonFinite(const E* tile, RunRange seen, int first_key) const {
+  // Whether a value of the V tile at `slot` is not finite: then it is not 0 times itself.
+  __device__ __forceinline__ bool FindNonFinite(const RingSlot<kStages>& slot) const {
+    WaitBarrier(&shared.value_full[slot.index], slot.parity, kValueFull);
+    const uint4* const tile = reinterpret_cast<const uint4*>(shared.value[slot.index]);
+    uint32_t sums[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = thread; i < kKeys * Traits::kChunks; i += kWarpgroup) {
+      const uint4 x = tile[i];
+      sums[0] = MultiplyAddPairs<E>(x.x, 0, sums[0]);
+      sums[1] = MultiplyAddPairs<E>(x.y, 0, sums[1]);
+      sums[2] = MultiplyAddPairs<E>(x.z, 0, sums[2]);
+      sums[3] = MultiplyAddPairs<E>(x.w, 0, sums[3]);
+    }
+    const bool finite = ((sums[0] | sums[1] | sums[2] | sums[3]) & 0x7fff7fffu) == 0;
+    return SyncNamedOr(kOwnBarrier + warpgroup, kWarpgroup, !finite);
+  }
+  __device__ __forceinline__ bool SeesNonFinite(RunRange seen, int first_key) const {
+    const uint4* const tile = reinterpret_cast<const uint4*>(shared.value[value_slot.index]);
     bool found = false;
     for (int i = thread; i < kKeys * Traits::kChunks; i += kWarpgroup) {
       const int key = i / 8 % kKeys;  // panels follow each other
-      if (seen.Holds(first_key + key)) found = found || HasNonFinite<E>(reinterpret_cast<const uint4*>(tile)[i]);
+      if (seen.Holds(first_key + key)) found = found || HasNonFinite<E>(tile[i]);
     }
-    return found;
+    return SyncNamedOr(kAllBarrier, kConsumers * kWarpgroup, found);
   }
 
   // A value of Inf or NaN times a probability of 0 would reach rows that do not see its key. Where a block is seen only
@@ -470,10 +503,8 @@ struct ConsumerSm90 {
   // get here without it.
   __device__ __forceinline__ void TakeOutNonFinite(const TileSm90<Traits>& work, const KeyBlockView& block) {
     E* const tile = shared.value[value_slot.index];
-    const RunRange all = {block.first_key, block.first_key + kKeys}, seen = work.blocks.seen[block.run_index];
-    if (!SyncNamedOr(kOwnBarrier + warpgroup, kWarpgroup, FindNonFinite(tile, all, block.first_key))) return;
     // Mostly they are in keys that no row sees.
-    if (SyncNamedOr(kAllBarrier, kConsumers * kWarpgroup, FindNonFinite(tile, seen, block.first_key))) {
+    if (SeesNonFinite(work.blocks.seen[block.run_index], block.first_key)) {
 #pragma unroll 1
       for (int key = 0; key < kKeys; ++key) {
 #pragma unroll
@@ -531,10 +562,13 @@ struct ConsumerSm90 {
     if (state.partial || rule.modified) ModifyAndMask(ViewBlock(tile, block, state.mapped), state.partial);
     Softmax();
   }
+  // Looks at the values of a block that is seen in part, while its scores are on their way: 0.3 us that causal tiles of
+  // few blocks would feel.
+  __device__ __forceinline__ void LookAtValues(State* state, RingSlot<kStages> slot) const {
+    if (state->partial) state->odd_values = FindNonFinite(slot);
+  }
   __device__ __forceinline__ void CheckValues(const TileSm90<Traits>& tile, int block, const State& state) {
-    if (!state.partial) return;
-    WaitValues();
-    TakeOutNonFinite(tile, ViewBlock(tile, block, state.mapped));
+    if (state.odd_values) TakeOutNonFinite(tile, ViewBlock(tile, block, state.mapped));
   }
 
   // tile.rows is filled in.
@@ -558,6 +592,7 @@ struct ConsumerSm90 {
     WaitKeys();
     IssueScores();
     State state = StateOf(tile, block);
+    LookAtValues(&state, value_slot);
     WgmmaWait<0>();
     HoldRegisters(s);
     ReleaseKeys(block == 0);
@@ -574,6 +609,7 @@ struct ConsumerSm90 {
       PassTurn();
       --block;
       state = StateOf(tile, block);
+      LookAtValues(&state, NextValueSlot());
       WgmmaWait<1>();
       HoldRegisters(s);
       ReleaseKeys(block == 0);
