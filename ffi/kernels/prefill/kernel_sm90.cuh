@@ -60,9 +60,14 @@ __device__ int64_t CountTiles(const Params& params, int64_t b) {
   return (WrittenTokens(params, b) * GroupOf(params) + kRows - 1) / kRows;
 }
 
-// Whether the keys of tiles are cut in parts. By one warp. All tiles are counted: ranges that overlap make no more.
-template <class Traits, class Params>
-__device__ SplitSm90 ChooseSplits(const Params& params, const ScheduleSm90& schedule) {
+// Whether the keys of tiles are cut in parts. By one warp.
+template <class Traits>
+__device__ SplitSm90 ChooseSplits(const LinearAttentionParams&, const ScheduleSm90& schedule) {
+  return {schedule.items, 1, 0};
+}
+
+template <class Traits>
+__device__ SplitSm90 ChooseSplits(const PagedAttentionParams& params, const ScheduleSm90& schedule) {
   if (schedule.parts == 0) return {schedule.items, 1, 0};
   int64_t tiles = 0;
   int blocks = 0;  // of the longest sequence
@@ -94,9 +99,8 @@ __device__ SplitSm90 ChooseSplits(const Params& params, const ScheduleSm90& sche
 // together, and blocks that run side by side read the same keys. Elsewhere: by kv head and sequence, in descending
 // order. A block takes item after item, gridDim.x apart; in pairs, the tile from the end first, then its mirror image.
 //
-// Where the keys of tiles may be cut in parts, the warp counts tiles and keys first and decides: then an item is a
-// part, and as many blocks as there are SMs share them out. All tiles are counted, so that ranges that overlap make no
-// more.
+// Where keys are cut in parts, an item is a part of a tile, and as many blocks as there are SMs share them out. All
+// tiles have been counted: ranges that overlap make no more.
 template <class Traits, class Params>
 struct TileWalkSm90 {
   static constexpr int kRows = Traits::kRows;
@@ -104,9 +108,9 @@ struct TileWalkSm90 {
   int64_t item = blockIdx.x;  // the next
   bool mirrored = false;      // in pairs: the item's second tile is the next
   int64_t extra = 0;          // tiles past those of the schedule: ranges that overlap make more. See PrefillSm80
-  SplitSm90& split;
+  const SplitSm90& split;
 
-  __device__ TileWalkSm90(const ArgumentsSm90<Params>& args, SplitSm90& split) : args(args), split(split) {}
+  __device__ TileWalkSm90(const ArgumentsSm90<Params>& args, const SplitSm90& split) : args(args), split(split) {}
 
   // The next tile, or one without rows when there is none left.
   __device__ void Next(TileSm90<Traits>* tile) {
@@ -284,7 +288,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
 
-  LaunchDependents();  // the merge: its blocks find no room before this block's end
+  if (args.schedule.parts > 0) LaunchDependents();  // the merge: its blocks find no room before this block's end
   if (threadIdx.x == 0) {
     if (args.query_by_copy) PrefetchTensorMap(&args.query);
     PrefetchTensorMap(&args.key);
@@ -294,12 +298,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
   __syncthreads();
 
   if (warpgroup == 0) {
-    if constexpr (std::is_same_v<Params, PagedAttentionParams>) {  // before registers are given away
-      if (warp == 0) {
-        const SplitSm90 split = ChooseSplits<Traits>(params, args.schedule);
-        if (threadIdx.x == 0) shared.split = split;
-        __syncwarp();
-      }
+    if (warp == 0) {  // before registers are given away
+      const SplitSm90 split = ChooseSplits<Traits>(params, args.schedule);
+      if (threadIdx.x == 0) shared.split = split;
+      __syncwarp();
     }
     GiveRegisters<Traits::kProducerRegisters>();
     if (warp == 0) {

@@ -137,6 +137,7 @@ cudaError_t LaunchScheduled(const Params& params, const ScheduleSm90& schedule, 
   if (schedule.blocks > INT_MAX) return cudaErrorInvalidConfiguration;
   constexpr int kBytes = sizeof(SharedSm90<Traits>);
   static_assert(kBytes <= 227 * 1024);
+  static_assert(Traits::kRows == PrefillRowsSm90(Traits::kDim), "the plan sizes the workspace");
   const auto kernel = &PrefillSm90<Traits, Params>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
