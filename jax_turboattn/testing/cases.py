@@ -754,7 +754,6 @@ def _paged_specs() -> list[Spec]:
         _spec(op, "many_sequences", B=40, T=40, M=2, P=8),
         # Few query rows on long contexts: implementations cut the keys of a tile in parts.
         _spec(op, "long_chunk", B=2, T=100, M=24, P=64, dtype="float16", dim=128),
-        _spec(op, "few_on_long", "sinks", B=2, T=60, M=24, P=64, local_window_size=(900, 0)),
         _spec(op, "few_on_long_int8", "sinks", B=2, T=60, M=24, P=64, kv_dtype="int8", local_window_size=(900, 0)),
         _spec(op, "cp2", cp_size=2, hints=dict(out_dtype="float32"), tags="cp"),
         _spec(op, "cp3_window", cp_size=3, local_window_size=(30, 0), hints=dict(out_dtype="float32"), tags="cp", P=8),
