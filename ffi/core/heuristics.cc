@@ -23,24 +23,45 @@ void PlanDecode(const PagedShape& shape, int64_t group, PagedPlan* plan) {
   plan->workspace_bytes = kWorkspaceHeader + plan->slots * (kSlotInts + slot_floats) * 4;
 }
 
-// Two blocks on each SM of a large card; a part of fewer keys than kMinSplitKeys costs more in merging than it gains.
+// sm80: two blocks on each SM of a large card; a part of fewer keys than kMinSplitKeys costs more in merging than it
+// gains.
 constexpr int64_t kFillBlocks = 264;
 constexpr int64_t kMinSplitKeys = 512;
 constexpr int64_t kMaxPrefillSplits = 64;
 
+constexpr int64_t kPlannedKeysSm90 = 128;                // keys a block
+constexpr int64_t kMaxPlannedBlocks = int64_t{1} << 20;  // more change nothing
+
+int64_t SplitBytes(int64_t parts, int64_t rows, int64_t value_dim) {
+  return (kSplitInts + kMaxPrefillParts * kTileInts + parts * rows * (value_dim + 2)) * 4;
+}
+
 void PlanPrefill(const PagedShape& shape, int64_t group, PagedPlan* plan) {
-  const int64_t rows = PrefillRows(shape.value_dim);
-  const int64_t tiles = PrefillTiles(shape.batch, shape.num_tokens, shape.uniform_q_len, group, rows,
-                                     plan->runs_decode ? plan->decode_q_len : 0);
-  plan->prefill_tiles = tiles * shape.num_kv_heads;
+  const int64_t skipped = plan->runs_decode ? plan->decode_q_len : 0, heads = shape.num_kv_heads;
+  const auto tiles = [&](int64_t rows) {
+    return PrefillTiles(shape.batch, shape.num_tokens, shape.uniform_q_len, group, rows, skipped) * heads;
+  };
+  const int64_t rows = PrefillRows(shape.value_dim), rows_sm90 = PrefillRowsSm90(shape.value_dim);
+  plan->prefill_tiles = tiles(rows);
   if (shape.batch_invariant || plan->prefill_tiles == 0) return;  // the number of tiles depends on the batch
+  int64_t bytes = 0;
   const int64_t splits =
       std::min({kFillBlocks / plan->prefill_tiles, shape.max_keys / kMinSplitKeys, kMaxPrefillSplits});
-  if (splits <= 1) return;
-  plan->prefill_splits = static_cast<int>(splits);
+  if (splits > 1) {
+    plan->prefill_splits = static_cast<int>(splits);
+    bytes = SplitBytes(plan->prefill_tiles * splits, rows, shape.value_dim);
+  }
+  // Whether there is a use is judged by the full tiles. Of sequences' ends, which tiles() counts too, there may be few.
+  const int64_t full = std::max(shape.num_tokens * group / rows_sm90, int64_t{1}) * heads;
+  const int64_t likely = shape.uniform_q_len > 0 ? tiles(rows_sm90) : full;
+  const int64_t blocks = std::min(shape.max_keys / kPlannedKeysSm90, kMaxPlannedBlocks);
+  if (PrefillSplits(likely, static_cast<int>(blocks), kPrefillSms, kMaxPrefillParts) > 1) {
+    plan->prefill_parts = std::min(kMaxPrefillParts, tiles(rows_sm90) * blocks);
+    bytes = std::max(bytes, SplitBytes(plan->prefill_parts, rows_sm90, shape.value_dim));
+  }
+  if (bytes == 0) return;
   plan->prefill_offset = CeilDiv(plan->workspace_bytes, kWorkspaceHeader) * kWorkspaceHeader;
-  const int64_t part_floats = rows * (shape.value_dim + 2);
-  plan->workspace_bytes = plan->prefill_offset + plan->prefill_tiles * (kTileInts + splits * part_floats) * 4;
+  plan->workspace_bytes = plan->prefill_offset + bytes;
 }
 
 }  // namespace

@@ -29,9 +29,11 @@ struct PagedPlan {
   bool decode_appends = false;  // a fused step's new keys and values are stored by decode, not by a kernel before it
   int row_tile = 8;             // rows of a decode unit: 8 or 16
   int64_t slots = 0;            // partial results that the workspace holds
-  // Parts that the keys of a prefill tile are cut in, when there are too few tiles to fill a card.
+  // Prefill cuts the keys of its tiles in parts where there are too few tiles to fill a card. sm80 in as many as this
+  // says; sm90 counts tiles and keys on the device (PrefillSplits) and is told how many parts the workspace holds.
   int prefill_splits = 1;
-  int64_t prefill_tiles = 0;   // of all kv heads, at most
+  int64_t prefill_tiles = 0;   // sm80's, of all kv heads, at most
+  int64_t prefill_parts = 0;   // of sm90's tiles; 0: their keys stay whole
   int64_t prefill_offset = 0;  // bytes in the workspace
   int64_t workspace_bytes = 0;
 };
@@ -64,16 +66,17 @@ __host__ __device__
 constexpr int64_t kWorkspaceHeader = 128;  // bytes
 constexpr int64_t kSlotInts = 8;
 
-// (token, head of the group) rows of a prefill tile.
+// (token, head of the group) rows of a prefill tile of either family.
 #if defined(__CUDACC__)
 __host__ __device__
 #endif
     constexpr int PrefillRows(int64_t value_dim) {
   return value_dim <= 128 ? 128 : 64;
 }
+constexpr int PrefillRowsSm90(int64_t value_dim) { return value_dim <= 64 ? 192 : 128; }
 
 // Tiles of one kv head: exact for sequences of one length, else what disjoint ranges of rows can make: a sequence has
-// at most one tile that is not full, and is longer than `skipped` tokens.
+// at most one tile that is not full, with one row or more, and is longer than `skipped` tokens.
 #if defined(__CUDACC__)
 __host__ __device__
 #endif
@@ -81,12 +84,50 @@ __host__ __device__
                                    int64_t rows, int64_t skipped) {
   if (uniform_q_len > 0) return batch * ((uniform_q_len * group + rows - 1) / rows);
   const int64_t sequences = num_tokens / (skipped + 1);
-  return num_tokens * group / rows + (sequences < batch ? sequences : batch);
+  return (num_tokens * group + (sequences < batch ? sequences : batch) * (rows - 1)) / rows;
 }
 
-// At prefill_offset: int32[prefill_tiles, kTileInts] that describe the tiles, then for each (tile, part) float
-// O[rows, Dv], max[rows], sum[rows].
-constexpr int64_t kTileInts = 4;
+// Parts in all that sm90 cuts tiles in: up to four for each SM of the largest card of compute capability 9.0, so that
+// 100 tiles, say, can be shared out too.
+constexpr int kPrefillSms = 132, kPrefillWaves = 4;
+constexpr int64_t kMaxPrefillParts = kPrefillWaves * kPrefillSms;
+
+// sm90: parts that the keys of each tile are cut in, where the longest has so many blocks of keys. SMs work on a part
+// each, in waves. The unit of cost is a block of keys on an SM, 1.7 us on an H100. A part costs kPart beside its
+// blocks, for its start, its end and the memory that its result takes; merging costs kMerge for the launch and then 1
+// for each kMergeRate parts of a tile, which a warp reads one after the other. Divisions are of 32 bits for the
+// device's sake.
+#if defined(__CUDACC__)
+__host__ __device__
+#endif
+    constexpr int PrefillSplits(int64_t num_tiles, int num_blocks, int num_sms, int64_t max_parts) {
+  constexpr unsigned kMinBlocks = 4, kPart = 3, kMerge = 2, kMergeRate = 16;
+  if (num_tiles == 0 || 2 * num_tiles > max_parts) return 1;
+  const unsigned tiles = static_cast<unsigned>(num_tiles), blocks = static_cast<unsigned>(num_blocks);
+  const unsigned sms = static_cast<unsigned>(num_sms), most = static_cast<unsigned>(max_parts) / tiles;
+  unsigned best = 1, least = (tiles + sms - 1) / sms * (blocks + kPart);
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+  for (unsigned waves = 1; waves <= kPrefillWaves; ++waves) {
+    unsigned splits = waves * sms / tiles;
+    if (splits > most) splits = most;
+    if (splits > blocks / kMinBlocks) splits = blocks / kMinBlocks;
+    if (splits <= 1) continue;
+    const unsigned part = (blocks + splits - 1) / splits;
+    splits = (blocks + part - 1) / part;  // no more than it takes
+    const unsigned cost = (tiles * splits + sms - 1) / sms * (part + kPart) + kMerge + splits / kMergeRate;
+    if (cost < least) {
+      least = cost;
+      best = splits;
+    }
+  }
+  return static_cast<int>(best);
+}
+
+// At prefill_offset: int32[kSplitInts], int32[kMaxPrefillParts, kTileInts] that describe the tiles, then for each
+// (tile, part) float O[rows, Dv], max[rows], sum[rows].
+constexpr int64_t kSplitInts = 4, kTileInts = 4;
 
 PagedPlan PlanPaged(const PagedShape& shape);
 

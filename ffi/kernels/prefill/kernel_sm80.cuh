@@ -2,8 +2,8 @@
 #ifndef TURBOATTN_KERNELS_PREFILL_KERNEL_SM80_CUH_
 #define TURBOATTN_KERNELS_PREFILL_KERNEL_SM80_CUH_
 
-#include "kernels/common/merge_parts.cuh"
 #include "kernels/prefill/mainloop_sm80.cuh"
+#include "kernels/prefill/split.cuh"
 #include "kernels/prefill/tile_count.cuh"
 
 namespace turboattn::prefill {
@@ -11,35 +11,6 @@ namespace turboattn::prefill {
 // Parts that the keys of a tile are cut in.
 TA_HD int SplitsOf(const PagedAttentionParams& params) { return params.plan.prefill_splits; }
 TA_HD int SplitsOf(const LinearAttentionParams&) { return 1; }
-
-// What a split tile leaves in the workspace. rows == 0: there is no such tile.
-struct TileInfo {
-  int b;
-  int first_row;  // of the sequence; split calls have few rows
-  int rows;
-  int unused;
-};
-static_assert(sizeof(TileInfo) == kTileInts * sizeof(int32_t));
-
-template <int kRows, int kDim>
-struct SplitWorkspace {
-  TileInfo* info;
-  float* data;
-  int splits;
-
-  __device__ explicit SplitWorkspace(const PagedAttentionParams& params) : splits(params.plan.prefill_splits) {
-    info = reinterpret_cast<TileInfo*>(static_cast<char*>(params.workspace.data) + params.plan.prefill_offset);
-    data = reinterpret_cast<float*>(info + params.plan.prefill_tiles);
-  }
-  __device__ explicit SplitWorkspace(const LinearAttentionParams&) : info(nullptr), data(nullptr), splits(1) {}
-  __device__ float* Part(int64_t tile, int split) const {
-    return data + (tile * splits + split) * (kRows * (kDim + 2));
-  }
-  __device__ PartRow Row(int64_t tile, int split, int row) const {
-    const float* part = Part(tile, split);
-    return {part + row * kDim, part + kRows * kDim + row, part + kRows * kDim + kRows + row};
-  }
-};
 
 // Blocks: parts of a tile fastest, kv head major, tiles of a head in descending order within a sequence, so that the
 // longest causal tiles of a sequence start first.
@@ -67,6 +38,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
     const int64_t number = tile_index - head * params.max_tiles + shared.extra;
     if (shared.extra > 0 && split != 0) return;
     const int parts = shared.extra > 0 ? 1 : splits;
+    if (parts > 1 && block == 0 && threadIdx.x == 0) {
+      *workspace.header = {static_cast<int>(params.max_tiles * KvHeadsOf(params)), splits};
+    }
     const int64_t uniform = UniformQueryLength(params), skipped = SkippedLength(params);
     FoundTile found;
     int64_t length;  // tokens whose rows this kernel writes
@@ -110,7 +84,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
       shared.parts = parts;
       if (last_token >= view.q_len) shared.blocks.ForgetCommon();
       if (parts > 1 && split == 0) {
-        workspace.info[tile_index] = {static_cast<int>(found.b), static_cast<int>(first_row), rows, 0};
+        workspace.info[tile_index] = {static_cast<int>(found.b), static_cast<int>(head), static_cast<int>(first_row),
+                                      rows};
       }
     }
     FillTileRows<kRows>(params, view, head, first_row, rows, &shared.rows);
@@ -131,8 +106,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
         const int row = mainloop.WarpRow() + 16 * f + 8 * half + lane / 4;
         if (row >= shared.num_rows) continue;
         if (shared.parts > 1) {
-          const int block = static_cast<int>(Opaque(blockIdx.x)), parts = SplitsOf(params);
-          float* part = SplitWorkspace<kRows, Traits::kDim>(params).Part(block / parts, block % parts);
+          float* part = SplitWorkspace<kRows, Traits::kDim>(params).Part(static_cast<int>(Opaque(blockIdx.x)));
 #pragma unroll
           for (int d = 0; d < Traits::kDim / 8; ++d) {
             *reinterpret_cast<float2*>(part + row * Traits::kDim + 8 * d + lane % 4 * 2) = {
@@ -162,24 +136,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 2) PrefillSm80(const __grid_
     __syncthreads();  // shared memory has been read
     if (threadIdx.x == 0) ++shared.extra;
     __syncthreads();
-  }
-}
-
-// One warp a row of a split tile. Grid-stride over (tile, row).
-template <class Traits>
-__global__ void __launch_bounds__(kWarp) MergeSplitsSm80(const __grid_constant__ PagedAttentionParams params) {
-  constexpr int kRows = Traits::kRows;
-  const SplitWorkspace<kRows, Traits::kDim> workspace(params);
-  const int64_t group = GroupOf(params), tiles_per_head = Divide(params.plan.prefill_tiles, params.cache.num_kv_heads);
-  for (int64_t item = blockIdx.x; item < params.plan.prefill_tiles * kRows; item += gridDim.x) {
-    const int64_t tile = item / kRows;
-    const int row = static_cast<int>(item % kRows);
-    const TileInfo info = workspace.info[tile];
-    if (row >= info.rows) continue;
-    const int64_t r = info.first_row + row, i = Divide(r, group), head = Divide(tile, tiles_per_head);
-    MergeParts<typename Traits::E, Traits::kDim>(
-        params, workspace.splits, [&](int split) { return workspace.Row(tile, split, row); },
-        QueryRange(params.seqs, info.b).lo + i, static_cast<int>(head * group + (r - i * group)));
   }
 }
 

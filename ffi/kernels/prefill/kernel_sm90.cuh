@@ -3,6 +3,7 @@
 #define TURBOATTN_KERNELS_PREFILL_KERNEL_SM90_CUH_
 
 #include "kernels/prefill/mainloop_sm90.cuh"
+#include "kernels/prefill/split.cuh"
 #include "kernels/prefill/tile_count.cuh"
 
 namespace turboattn::prefill {
@@ -45,12 +46,61 @@ __device__ FoundTile FindTileByWarp(int64_t batch, int64_t number, Count count) 
   return {batch, 0};
 }
 
+// Tokens of sequence b whose rows the prefill kernel writes.
+template <class Params>
+__device__ int64_t WrittenTokens(const Params& params, int64_t b) {
+  const int64_t uniform = UniformQueryLength(params);
+  if (uniform > 0) return uniform;
+  const TokenRange range = ClampRange(QueryRanges(params), b, QueryRows(params));
+  return range.hi - range.lo > SkippedLength(params) ? range.hi - range.lo : 0;
+}
+
+template <int kRows, class Params>
+__device__ int64_t CountTiles(const Params& params, int64_t b) {
+  return (WrittenTokens(params, b) * GroupOf(params) + kRows - 1) / kRows;
+}
+
+// Whether the keys of tiles are cut in parts. By one warp.
+template <class Traits>
+__device__ SplitSm90 ChooseSplits(const LinearAttentionParams&, const ScheduleSm90& schedule) {
+  return {schedule.items, 1, 0};
+}
+
+template <class Traits>
+__device__ SplitSm90 ChooseSplits(const PagedAttentionParams& params, const ScheduleSm90& schedule) {
+  if (schedule.parts == 0) return {schedule.items, 1, 0};
+  int64_t tiles = 0;
+  int blocks = 0;  // of the longest sequence
+#pragma unroll 1
+  for (int64_t b = threadIdx.x % kWarp; b < BatchOf(params); b += kWarp) {
+    const int64_t own = CountTiles<Traits::kRows>(params, b);
+    if (own == 0) continue;
+    tiles += own;
+    const SequenceView view = ViewSequence(params, b);
+    blocks = max(blocks, BlockList<Traits::kKeys>(view, 0, view.q_len - 1).total());
+  }
+  for (int step = 1; step < kWarp; step *= 2) {
+    tiles += __shfl_xor_sync(~0u, tiles, step);
+    blocks = max(blocks, __shfl_xor_sync(~0u, blocks, step));
+  }
+  const int64_t all = tiles * KvHeadsOf(params);
+  const int splits = PrefillSplits(all, blocks, schedule.sms, schedule.parts);
+  if (blockIdx.x == 0 && threadIdx.x % kWarp == 0) {
+    *SplitWorkspace<Traits::kRows, Traits::kDim>(params).header = {splits > 1 ? static_cast<int>(all) : 0, splits};
+  }
+  if (splits == 1) return {schedule.items, 1, 0};
+  return {blockIdx.x < schedule.sms ? all * splits : 0, splits, static_cast<int>(tiles)};
+}
+
 // The tiles of a block, one after the other. One warp; all lanes hold the same.
 //
 // Where every sequence has the same number of rows: sections of (sequence, kv head) pairs one after the other, in a
 // section the tiles in descending order over all its pairs. That is longest first for causal calls, so that blocks end
 // together, and blocks that run side by side read the same keys. Elsewhere: by kv head and sequence, in descending
 // order. A block takes item after item, gridDim.x apart; in pairs, the tile from the end first, then its mirror image.
+//
+// Where keys are cut in parts, an item is a part of a tile, and as many blocks as there are SMs share them out. All
+// tiles have been counted: ranges that overlap make no more.
 template <class Traits, class Params>
 struct TileWalkSm90 {
   static constexpr int kRows = Traits::kRows;
@@ -58,20 +108,33 @@ struct TileWalkSm90 {
   int64_t item = blockIdx.x;  // the next
   bool mirrored = false;      // in pairs: the item's second tile is the next
   int64_t extra = 0;          // tiles past those of the schedule: ranges that overlap make more. See PrefillSm80
+  const SplitSm90& split;
 
-  __device__ explicit TileWalkSm90(const ArgumentsSm90<Params>& args) : args(args) {}
+  __device__ TileWalkSm90(const ArgumentsSm90<Params>& args, const SplitSm90& split) : args(args), split(split) {}
 
   // The next tile, or one without rows when there is none left.
   __device__ void Next(TileSm90<Traits>* tile) {
     const Params& params = args.params;
     const ScheduleSm90& schedule = args.schedule;
-    const int64_t uniform = UniformQueryLength(params), skipped = SkippedLength(params), group = GroupOf(params);
+    const int64_t uniform = UniformQueryLength(params), group = GroupOf(params);
     const int64_t batch = BatchOf(params), kv_heads = KvHeadsOf(params);
-    int64_t b, index, head, length;
+    const auto tiles_of = [&](int64_t b) { return CountTiles<kRows>(params, b); };
+    int64_t b, index, head, length, part = kWholeTile;
     for (;;) {
-      if (item >= schedule.items || batch == 0) {
+      if (item >= split.items || batch == 0) {
         if (threadIdx.x % kWarp == 0) tile->num_rows = 0;
         return;
+      }
+      if (split.splits > 1) {
+        part = item;
+        item += schedule.sms;
+        const int64_t number = Divide(part, split.splits);
+        head = Divide(number, split.head_tiles);
+        const FoundTile found = FindTileByWarp(batch, number - head * split.head_tiles, tiles_of);
+        b = found.b;
+        length = WrittenTokens(params, b);
+        index = tiles_of(b) - 1 - found.index;
+        break;
       }
       if (uniform > 0) {
         const int64_t tiles = Divide(params.max_tiles, batch), levels = schedule.in_pairs ? (tiles + 1) / 2 : tiles;
@@ -88,20 +151,13 @@ struct TileWalkSm90 {
       }
       head = Divide(item, params.max_tiles);
       const int64_t number = item - head * params.max_tiles + extra;
-      const int32_t* ranges = QueryRanges(params);
-      const int64_t rows = QueryRows(params);
-      const auto tokens = [&](int64_t b) {
-        const TokenRange range = ClampRange(ranges, b, rows);
-        return range.hi - range.lo > skipped ? range.hi - range.lo : 0;
-      };
-      const auto tiles = [&](int64_t b) { return (tokens(b) * group + kRows - 1) / kRows; };
-      const FoundTile found = FindTileByWarp(batch, number, tiles);
+      const FoundTile found = FindTileByWarp(batch, number, tiles_of);
       extra = found.b < batch && (item + 1) % params.max_tiles == 0 ? extra + 1 : 0;
       if (extra == 0) item += schedule.blocks;
       if (found.b >= batch) continue;
       b = found.b;
-      length = tokens(b);
-      index = tiles(b) - 1 - found.index;
+      length = WrittenTokens(params, b);
+      index = tiles_of(b) - 1 - found.index;
       break;
     }
     if (threadIdx.x % kWarp == 0) {
@@ -116,6 +172,21 @@ struct TileWalkSm90 {
       tile->num_rows = rows;
       tile->blocks = BlockList<Traits::kKeys>(view, first_token, min(last_token, view.q_len - 1));
       if (last_token >= view.q_len) tile->blocks.ForgetCommon();
+      tile->part = part;
+      tile->begin = 0;
+      tile->end = tile->blocks.total();
+      if (part != kWholeTile) SetPart(tile);
+    }
+  }
+
+  __device__ void SetPart(TileSm90<Traits>* tile) const {
+    const int64_t total = tile->end, number = Divide(tile->part, split.splits);
+    const int64_t place = tile->part - number * split.splits;
+    tile->begin = static_cast<int>(Divide(total * place, split.splits));
+    tile->end = static_cast<int>(Divide(total * (place + 1), split.splits));
+    if (place == 0) {
+      SplitWorkspace<kRows, Traits::kDim>(args.params).info[number] = {
+          static_cast<int>(tile->b), static_cast<int>(tile->head), static_cast<int>(tile->first_row), tile->num_rows};
     }
   }
 };
@@ -177,6 +248,35 @@ __device__ __forceinline__ void StoreRows(const Params& params, const TileSm90<T
   }
 }
 
+// Leaves a consumer's rows of a part in the workspace.
+template <class Traits>
+__device__ __forceinline__ void StorePart(const PagedAttentionParams& params, const TileSm90<Traits>& tile,
+                                          const ConsumerSm90<Traits, PagedAttentionParams>& consumer) {
+  constexpr int kRows = Traits::kRows, kDim = Traits::kDim;
+  float* const part = SplitWorkspace<kRows, kDim>(params).Part(tile.part);
+  const int column = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = consumer.sum[half];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    const int row = consumer.Row(half);
+    if (row >= tile.num_rows) continue;
+#pragma unroll
+    for (int d = 0; d < kDim / 8; ++d) {
+      *reinterpret_cast<float2*>(part + row * kDim + 8 * d + column * 2) = {consumer.o[d][2 * half],
+                                                                            consumer.o[d][2 * half + 1]};
+    }
+    if (column == 0) {
+      part[kRows * kDim + row] = consumer.max[half] * consumer.rule.to_log2;
+      part[kRows * kDim + kRows + row] = sum;
+    }
+  }
+}
+template <class Traits>
+__device__ void StorePart(const LinearAttentionParams&, const TileSm90<Traits>&,
+                          const ConsumerSm90<Traits, LinearAttentionParams>&) {}
+
 // Warpgroup 0: warp 0 chooses tiles and copies queries and keys, warp 1 copies values, the others write down what is
 // known of a tile's rows. The other warpgroups are consumers.
 template <class Traits, class Params>
@@ -188,6 +288,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
 
+  if (args.schedule.parts > 0) LaunchDependents();  // the merge: its blocks find no room before this block's end
   if (threadIdx.x == 0) {
     if (args.query_by_copy) PrefetchTensorMap(&args.query);
     PrefetchTensorMap(&args.key);
@@ -197,9 +298,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
   __syncthreads();
 
   if (warpgroup == 0) {
+    if (warp == 0) {  // before registers are given away
+      const SplitSm90 split = ChooseSplits<Traits>(params, args.schedule);
+      if (threadIdx.x == 0) shared.split = split;
+      __syncwarp();
+    }
     GiveRegisters<Traits::kProducerRegisters>();
     if (warp == 0) {
-      TileWalkSm90<Traits, Params> walk(args);
+      TileWalkSm90<Traits, Params> walk(args, shared.split);
       ProducerSm90<Traits, Params> keys(args, shared, false);
       for (RingSlot<Shared::kTiles> slot(1);; slot.Advance()) {
         WaitBarrier(&shared.tile_empty[slot.index], slot.parity, kTileEmpty);
@@ -248,7 +354,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
       if (tile.num_rows == 0) break;
       consumer.rows = &tile.rows;
       consumer.Run(tile);
-      StoreRows<Traits>(params, tile, consumer);
+      if (tile.part == kWholeTile) {
+        StoreRows<Traits>(params, tile, consumer);
+      } else {
+        StorePart<Traits>(params, tile, consumer);
+      }
       Arrive(&shared.tile_empty[slot.index]);
     }
   }

@@ -2,7 +2,6 @@
 #ifndef TURBOATTN_KERNELS_PREFILL_LAUNCH_SM80_CUH_
 #define TURBOATTN_KERNELS_PREFILL_LAUNCH_SM80_CUH_
 
-#include <algorithm>
 #include <climits>
 #include <type_traits>
 #include <utility>
@@ -12,8 +11,6 @@
 #include "kernels/prefill/kernel_sm80.cuh"
 
 namespace turboattn::prefill {
-
-constexpr int64_t kMaxMergeBlocks = 4096;  // warps; 32 of them reside on an SM
 
 template <class Traits, class Params>
 cudaError_t LaunchSm80(const Params& params, cudaStream_t stream) {
@@ -33,8 +30,9 @@ cudaError_t LaunchSm80(const Params& params, cudaStream_t stream) {
   kernel<<<static_cast<int>(blocks), Traits::kThreads, kBytes, stream>>>(tiled);
   if constexpr (std::is_same_v<Params, PagedAttentionParams>) {
     if (SplitsOf(params) > 1 && params.seqs.batch > 0) {
-      const int64_t rows = std::min<int64_t>(params.plan.prefill_tiles * Traits::kRows, kMaxMergeBlocks);
-      MergeSplitsSm80<Traits><<<static_cast<int>(rows), kWarp, 0, stream>>>(params);
+      const cudaError_t launched = cudaGetLastError();
+      if (launched != cudaSuccess) return launched;
+      return LaunchMerge<Traits>(params, params.plan.prefill_tiles, false, stream);
     }
   }
   return cudaGetLastError();

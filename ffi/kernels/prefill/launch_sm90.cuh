@@ -84,6 +84,8 @@ constexpr int64_t kItemsOfBlock = 4;
 
 inline int64_t MaxKeysOf(const LinearAttentionParams& params) { return params.num_keys; }
 inline int64_t MaxKeysOf(const PagedAttentionParams& params) { return params.seqs.max_pages * params.cache.page_size; }
+inline int64_t MaxPartsOf(const LinearAttentionParams&) { return 0; }
+inline int64_t MaxPartsOf(const PagedAttentionParams& params) { return params.plan.prefill_parts; }
 
 // in_pairs: for uniform calls.
 template <class Traits, class Params>
@@ -102,15 +104,22 @@ ScheduleSm90 MakeSchedule(const Params& params, bool in_pairs, int64_t blocks) {
 // tile before or after; causal ones take a long and a short tile in turn. Where such pairs are few, and of ranges,
 // whose lengths only the device knows, a block a tile: the hardware then evens their lengths out.
 template <class Traits, class Params>
-ScheduleSm90 ChooseSchedule(const Params& params, int64_t sms) {
-  if (UniformQueryLength(params) > 0 && BatchOf(params) > 0) {
+ScheduleSm90 ChooseSchedule(const Params& params, int sms) {
+  const int64_t parts = MaxPartsOf(params);
+  if (UniformQueryLength(params) > 0 && BatchOf(params) > 0 && parts == 0) {
     const ScheduleSm90 schedule = MakeSchedule<Traits>(params, params.score.is_causal, sms);
     if (!schedule.in_pairs || schedule.items >= kItemsOfBlock * sms) return schedule;
   }
   // Of ranges there may be far fewer tiles than MaxTiles, which counts one for the end of each sequence: blocks for the
   // full ones, which look for the others too.
   const int64_t full = QueryRows(params) * params.num_heads / Traits::kRows;
-  return MakeSchedule<Traits>(params, false, UniformQueryLength(params) > 0 ? INT64_MAX : full + sms);
+  ScheduleSm90 schedule = MakeSchedule<Traits>(params, false, UniformQueryLength(params) > 0 ? INT64_MAX : full + sms);
+  if (parts > 0) {
+    schedule.parts = parts;
+    schedule.sms = sms;
+    schedule.blocks = std::max<int64_t>(schedule.blocks, sms);
+  }
+  return schedule;
 }
 
 template <class Traits, class Params>
@@ -127,18 +136,25 @@ cudaError_t LaunchScheduled(const Params& params, const ScheduleSm90& schedule, 
   if (schedule.blocks > INT_MAX) return cudaErrorInvalidConfiguration;
   constexpr int kBytes = sizeof(SharedSm90<Traits>);
   static_assert(kBytes <= 227 * 1024);
+  static_assert(Traits::kRows == PrefillRowsSm90(Traits::kDim), "the plan sizes the workspace");
   const auto kernel = &PrefillSm90<Traits, Params>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   kernel<<<static_cast<int>(schedule.blocks), Traits::kThreads, kBytes, stream>>>(args);
-  return cudaGetLastError();
+  error = cudaGetLastError();
+  if constexpr (std::is_same_v<Params, PagedAttentionParams>) {
+    if (error == cudaSuccess && schedule.parts > 0) {
+      error = LaunchMerge<Traits>(params, schedule.parts / 2, true, stream);
+    }
+  }
+  return error;
 }
 
 template <class Traits, class Params>
 cudaError_t LaunchSm90(const Params& params, cudaStream_t stream) {
   if (QueryRows(params) == 0 || params.num_heads == 0) return cudaSuccess;
   if constexpr (std::is_same_v<Params, PagedAttentionParams>) {
-    if (!HasGroups(params.cache)) return cudaErrorInvalidValue;
+    if (params.workspace.bytes < params.plan.workspace_bytes || !HasGroups(params.cache)) return cudaErrorInvalidValue;
   }
   int device = 0, sms = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -153,17 +169,7 @@ inline int64_t RowsToCopy(const PagedAttentionParams& params) {
   return params.cache.num_layers * params.cache.num_pages;
 }
 
-// Where the plan cuts the keys of this many tiles in parts, half the card or more is at work without that, and the sm80
-// kernel, which does so, has half the speed.
-constexpr int64_t kWholeTiles = 64;
-
-inline bool KeepsKeysWhole(const LinearAttentionParams&) { return true; }
-inline bool KeepsKeysWhole(const PagedAttentionParams& params) {
-  return params.plan.prefill_splits == 1 || params.plan.prefill_tiles >= kWholeTiles;
-}
-
-// On the card that the family is compiled for, everything but calls that gain from cutting keys in parts, which this
-// kernel does not do: it takes them whole when it is asked for by name.
+// Everything on the card that the family is compiled for.
 template <class Params>
 bool SuitsSm90(const Params& params) {
   int device = 0, major = 0, minor = 0;
@@ -172,8 +178,7 @@ bool SuitsSm90(const Params& params) {
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
     return false;
   }
-  return major == 9 && minor == 0 && KeepsKeysWhole(params) &&
-         std::max(RowsToCopy(params), QueryRows(params)) <= INT_MAX;
+  return major == 9 && minor == 0 && std::max(RowsToCopy(params), QueryRows(params)) <= INT_MAX;
 }
 
 namespace sm90 {

@@ -24,6 +24,8 @@ struct ScheduleSm90 {
   int64_t items = 0;    // what they share out: tiles of all heads, or pairs of them
   int64_t section = 1;  // uniform calls: (sequence, kv head) pairs that are taken together, so that L2 holds their keys
   bool in_pairs = false;  // uniform calls: an item is a long tile and the short one that makes up for it
+  int64_t parts = 0;      // of tiles that the workspace holds; 0: keys stay whole
+  int sms = 0;            // that work on parts
 };
 
 template <class Params>
@@ -37,12 +39,23 @@ struct ArgumentsSm90 {
   int box_keys = 0;            // keys a copy
 };
 
+constexpr int64_t kWholeTile = -1;
+
+// What a block's warp that chooses tiles has found of parts.
+struct SplitSm90 {
+  int64_t items;   // parts of all tiles
+  int splits;      // parts of a tile; 1: keys stay whole
+  int head_tiles;  // tiles of a kv head
+};
+
 template <class Traits>
 struct TileSm90 {
   SequenceView view;
   BlockList<Traits::kKeys> blocks;
-  int64_t b;     // sequence
-  int64_t head;  // kv head
+  int begin, end;  // blocks to take in: all, or a part of them
+  int64_t part;    // that the result is one of: a place in the workspace; kWholeTile: it goes to out
+  int64_t b;       // sequence
+  int64_t head;    // kv head
   int64_t first_row;
   int num_rows;  // 0: no more tiles
   TileRows<Traits::kRows> rows;
@@ -76,6 +89,7 @@ struct SharedSm90 {
   uint64_t tile_full[kTiles], rows_full[kTiles], tile_empty[kTiles];
   uint32_t mapped[Traits::kStages];  // of a K tile: bit g: keys 8 g .. 8 g + 7 lie on a mapped page
   TileSm90<Traits> tiles[kTiles];
+  SplitSm90 split;  // of the warp that chooses tiles alone: its registers are few
 
   // By one thread, before anything else.
   __device__ void InitBarriers() {
@@ -211,12 +225,11 @@ struct ProducerSm90 {
 
   // A tile's blocks, from the last to the first; with the keys the query rows.
   __device__ void Load(const TileSm90<Traits>& tile) {
-    const int total = tile.blocks.total();
-    if (total == 0) return;
-    if constexpr (kPaged) LookUp(tile, total - 1);
+    if (tile.end == tile.begin) return;
+    if constexpr (kPaged) LookUp(tile, tile.end - 1);
     if (!values) LoadQuery(tile);
 #pragma unroll 1
-    for (int block = total - 1; block >= 0; --block) LoadBlock(tile, block);
+    for (int block = tile.end - 1; block >= tile.begin; --block) LoadBlock(tile, block);
   }
 };
 
@@ -580,8 +593,8 @@ struct ConsumerSm90 {
       max[half] = -Infinity();
       sum[half] = 0.f;
     }
-    int block = tile.blocks.total() - 1;
-    if (block < 0) return;
+    int block = tile.end - 1;
+    if (block < tile.begin) return;
     if (args.query_by_copy) {
       WaitBarrier(&shared.query_full, query_parity, kQueryFull);
       query_parity ^= 1u;
@@ -595,11 +608,11 @@ struct ConsumerSm90 {
     LookAtValues(&state, value_slot);
     WgmmaWait<0>();
     HoldRegisters(s);
-    ReleaseKeys(block == 0);
+    ReleaseKeys(block == tile.begin);
     Scores(tile, block, state);
     PackProbabilities();
 #pragma unroll 1
-    while (block > 0) {
+    while (block > tile.begin) {
       CheckValues(tile, block, state);
       WaitKeys();
       WaitTurn();
@@ -612,7 +625,7 @@ struct ConsumerSm90 {
       LookAtValues(&state, NextValueSlot());
       WgmmaWait<1>();
       HoldRegisters(s);
-      ReleaseKeys(block == 0);
+      ReleaseKeys(block == tile.begin);
       Scores(tile, block, state);
       HoldRegisters(s);  // softmax is done before the wait, not after
       if (block % 2 == 0) {
@@ -626,7 +639,7 @@ struct ConsumerSm90 {
       ReleaseValues();
       PackProbabilities();
     }
-    CheckValues(tile, 0, state);
+    CheckValues(tile, tile.begin, state);
     WaitValues();
     IssueValues();
     WgmmaWait<0>();

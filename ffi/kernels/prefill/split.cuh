@@ -1,0 +1,91 @@
+// Tiles whose keys are cut in parts: what the parts leave in the workspace, and the kernel that adds them up.
+#ifndef TURBOATTN_KERNELS_PREFILL_SPLIT_CUH_
+#define TURBOATTN_KERNELS_PREFILL_SPLIT_CUH_
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+
+#include "core/params.h"
+#include "kernels/common/merge_parts.cuh"
+#include "kernels/common/page_walk.h"
+#include "kernels/common/sequence.cuh"
+
+namespace turboattn::prefill {
+
+// Parts p * splits .. p * splits + splits - 1 are those of tile p.
+struct SplitHeader {
+  int tiles;  // 0: no tile has been cut
+  int splits;
+  int unused[2];
+};
+static_assert(sizeof(SplitHeader) == kSplitInts * sizeof(int32_t));
+
+struct TileInfo {
+  int b;
+  int head;       // kv head
+  int first_row;  // of the sequence; split calls have few rows
+  int rows;       // 0: there is no such tile
+};
+static_assert(sizeof(TileInfo) == kTileInts * sizeof(int32_t));
+
+template <int kRows, int kDim>
+struct SplitWorkspace {
+  SplitHeader* header;
+  TileInfo* info;
+  float* data;
+
+  __device__ explicit SplitWorkspace(const PagedAttentionParams& params) {
+    header = reinterpret_cast<SplitHeader*>(static_cast<char*>(params.workspace.data) + params.plan.prefill_offset);
+    info = reinterpret_cast<TileInfo*>(header + 1);
+    data = reinterpret_cast<float*>(info + kMaxPrefillParts);
+  }
+  __device__ explicit SplitWorkspace(const LinearAttentionParams&) : header(nullptr), info(nullptr), data(nullptr) {}
+  __device__ float* Part(int64_t part) const { return data + part * (kRows * (kDim + 2)); }
+  __device__ PartRow Row(int64_t part, int row) const {
+    const float* at = Part(part);
+    return {at + row * kDim, at + kRows * kDim + row, at + kRows * kDim + kRows + row};
+  }
+};
+
+constexpr int kMergeWarps = 4;
+
+// One warp a row of a split tile. Grid-stride over (tile, row).
+template <class Traits>
+__global__ void __launch_bounds__(kMergeWarps* kWarp) MergeSplits(const __grid_constant__ PagedAttentionParams params) {
+  constexpr int kRows = Traits::kRows;
+  WaitForPrerequisites();
+  const SplitWorkspace<kRows, Traits::kDim> workspace(params);
+  const int tiles = workspace.header->tiles, splits = workspace.header->splits, group = GroupOf(params);
+  for (int64_t item = blockIdx.x * kMergeWarps + threadIdx.x / kWarp; item < static_cast<int64_t>(tiles) * kRows;
+       item += static_cast<int64_t>(gridDim.x) * kMergeWarps) {
+    const int64_t tile = item / kRows;
+    const int row = static_cast<int>(item % kRows);
+    const TileInfo info = workspace.info[tile];
+    if (row >= info.rows) continue;
+    const int r = info.first_row + row, i = r / group;
+    MergeParts<typename Traits::E, Traits::kDim>(
+        params, splits, [&](int split) { return workspace.Row(tile * splits + split, row); },
+        QueryRange(params.seqs, info.b).lo + i, info.head * group + (r - i * group));
+  }
+}
+
+// After the kernel that made the parts of up to max_tiles tiles. dependent: that one says LaunchDependents().
+template <class Traits>
+cudaError_t LaunchMerge(const PagedAttentionParams& params, int64_t max_tiles, bool dependent, cudaStream_t stream) {
+  constexpr int64_t kMaxBlocks = 1024;  // 16 of them reside on an SM
+  cudaLaunchAttribute serialization;
+  serialization.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  serialization.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(std::min(max_tiles * Traits::kRows / kMergeWarps, kMaxBlocks)));
+  config.blockDim = dim3(kMergeWarps * kWarp);
+  config.stream = stream;
+  config.attrs = &serialization;
+  config.numAttrs = dependent ? 1 : 0;
+  return cudaLaunchKernelEx(&config, &MergeSplits<Traits>, params);
+}
+
+}  // namespace turboattn::prefill
+
+#endif  // TURBOATTN_KERNELS_PREFILL_SPLIT_CUH_
