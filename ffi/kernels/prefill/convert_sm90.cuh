@@ -1,0 +1,93 @@
+// Quantised caches on Hopper: a warpgroup that makes tiles of E of the codes that tensor copies bring. Between the
+// producers and the consumers of mainloop_sm90.cuh, in the order in which consumers take tiles.
+#ifndef TURBOATTN_KERNELS_PREFILL_CONVERT_SM90_CUH_
+#define TURBOATTN_KERNELS_PREFILL_CONVERT_SM90_CUH_
+
+#include "kernels/common/fp8.cuh"
+#include "kernels/common/int4.cuh"
+#include "kernels/common/int8.cuh"
+#include "kernels/prefill/mainloop_sm90.cuh"
+
+namespace turboattn::prefill {
+
+template <class Traits, class Params>
+struct ConverterSm90 {
+  using E = typename Traits::E;
+  using Codes = Codec<E, Traits::kKvDType>;
+  using Scale = typename Codes::Scale;
+  static constexpr bool kRowParams = kHasRowParams<Traits::kKvDType>;
+  static constexpr int kKeys = Traits::kKeys, kStages = Traits::kStages;
+  static constexpr int kStoredChunks = Traits::kStoredBytes / 16;
+  static_assert(kKeys == kWarpgroup, "a thread a row: its parameters are read once, and no two chunks that a quarter "
+                                     "of a warp reads or writes lie in the same banks");
+
+  const Params& params;
+  SharedSm90<Traits>& shared;
+  const int row = threadIdx.x % kWarpgroup;
+  RingSlot<Traits::kCodeStages> code_slot{0};
+  RingSlot<kStages> slot{1};  // of both rings of tiles
+
+  __device__ ConverterSm90(const Params& params, SharedSm90<Traits>& shared) : params(params), shared(shared) {}
+
+  // A tile's blocks, from the last to the first.
+  __device__ void Run(const TileSm90<Traits>& tile) {
+    Scale key_scale = {}, value_scale = {};  // fp8: of the head
+    if constexpr (!kRowParams) {
+      key_scale = Codes::MakeScale(HeadScale(params, params.cache.key_params, tile.b, tile.head));
+      value_scale = Codes::MakeScale(HeadScale(params, params.cache.value_params, tile.b, tile.head));
+    }
+#pragma unroll 1
+    for (int block = tile.blocks.total() - 1; block >= 0; --block) {
+      WaitBarrier(&shared.codes.full[code_slot.index], code_slot.parity, kCodesFull);
+      WaitBarrier(&shared.key_empty[slot.index], slot.parity, kKeyEmpty);
+      if (row == 0) shared.mapped[slot.index] = shared.codes.mapped[code_slot.index];
+      ConvertRow(key_scale, shared.key[slot.index]);
+      Pass(&shared.key_full[slot.index]);
+      WaitBarrier(&shared.codes.full[code_slot.index], code_slot.parity, kCodesFull);
+      WaitBarrier(&shared.value_empty[slot.index], slot.parity, kValueEmpty);
+      ConvertRow(value_scale, shared.value[slot.index]);
+      Pass(&shared.value_full[slot.index]);
+      slot.Advance();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void ConvertRow(Scale scale, E* tile) const {
+    constexpr int kPairs = Codes::kPerWord / 2;
+    if constexpr (kRowParams) {
+      // Codes of unmapped pages are zeros, and so are to be the rows.
+      const bool mapped = (shared.codes.mapped[code_slot.index] >> (row / 8) & 1u) != 0;
+      scale = UnpackRowScale<E>(mapped ? shared.codes.row_params[code_slot.index][row] : 0u);
+    }
+    const uint4* codes = reinterpret_cast<const uint4*>(shared.codes.tile[code_slot.index]);
+#pragma unroll
+    for (int chunk = 0; chunk < kStoredChunks; ++chunk) {
+      const uint4 packed = codes[SwizzledChunk<kStoredChunks>(row, chunk)];
+      const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+      uint32_t pairs[4][kPairs];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) Codes::Neighbours(words[w], scale, pairs[w]);
+      const auto pair = [&](int i) { return pairs[i / kPairs][i % kPairs]; };
+#pragma unroll
+      for (int k = 0; k < kPairs; ++k) {
+        *reinterpret_cast<uint4*>(tile + PanelIndex<kKeys>(row, (kPairs * chunk + k) * kChunk)) = {
+            pair(4 * k), pair(4 * k + 1), pair(4 * k + 2), pair(4 * k + 3)};
+      }
+    }
+  }
+
+  // The codes have been read, and the tile is written.
+  __device__ __forceinline__ void Pass(uint64_t* full) {
+    FenceAsyncProxy();
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) {
+      Arrive(full);
+      Arrive(&shared.codes.empty[code_slot.index]);
+    }
+    code_slot.Advance();
+  }
+};
+
+}  // namespace turboattn::prefill
+
+#endif  // TURBOATTN_KERNELS_PREFILL_CONVERT_SM90_CUH_
