@@ -37,36 +37,50 @@ struct ConverterSm90 {
       value_scale = Codes::MakeScale(HeadScale(params, params.cache.value_params, tile.b, tile.head));
     }
 #pragma unroll 1
-    for (int block = tile.blocks.total() - 1; block >= 0; --block) {
+    for (int i = 2 * tile.blocks.total(); i > 0; --i) {
+      const bool values = i % 2 != 0;
       WaitBarrier(&shared.codes.full[code_slot.index], code_slot.parity, kCodesFull);
-      WaitBarrier(&shared.key_empty[slot.index], slot.parity, kKeyEmpty);
-      if (row == 0) shared.mapped[slot.index] = shared.codes.mapped[code_slot.index];
-      ConvertRow(key_scale, shared.key[slot.index]);
-      Pass(&shared.key_full[slot.index]);
-      WaitBarrier(&shared.codes.full[code_slot.index], code_slot.parity, kCodesFull);
-      WaitBarrier(&shared.value_empty[slot.index], slot.parity, kValueEmpty);
-      ConvertRow(value_scale, shared.value[slot.index]);
-      Pass(&shared.value_full[slot.index]);
-      slot.Advance();
+      WaitBarrier(values ? &shared.value_empty[slot.index] : &shared.key_empty[slot.index], slot.parity,
+                  values ? kValueEmpty : kKeyEmpty);
+      const uint32_t mapped = shared.codes.mapped[code_slot.index];
+      if (!values && row == 0) shared.mapped[slot.index] = mapped;
+      Scale scale = values ? value_scale : key_scale;
+      if constexpr (kRowParams) {
+        // Codes of unmapped pages are zeros, and so are to be the rows.
+        const bool exists = (mapped >> (row / 8) & 1u) != 0;
+        scale = UnpackRowScale<E>(exists ? shared.codes.row_params[code_slot.index][row] : 0u);
+      }
+      E* const to = values ? shared.value[slot.index] : shared.key[slot.index];
+      if (__any_sync(~0u, Codes::MaySaturate(scale))) {
+        ConvertRow<true>(scale, to);
+      } else {
+        ConvertRow<false>(scale, to);
+      }
+      FenceAsyncProxy();
+      __syncwarp();
+      if (threadIdx.x % kWarp == 0) {
+        Arrive(values ? &shared.value_full[slot.index] : &shared.key_full[slot.index]);
+        Arrive(&shared.codes.empty[code_slot.index]);
+      }
+      code_slot.Advance();
+      if (values) slot.Advance();
     }
   }
 
  private:
+  template <bool kSaturates>
   __device__ __forceinline__ void ConvertRow(Scale scale, E* tile) const {
     constexpr int kPairs = Codes::kPerWord / 2;
-    if constexpr (kRowParams) {
-      // Codes of unmapped pages are zeros, and so are to be the rows.
-      const bool mapped = (shared.codes.mapped[code_slot.index] >> (row / 8) & 1u) != 0;
-      scale = UnpackRowScale<E>(mapped ? shared.codes.row_params[code_slot.index][row] : 0u);
-    }
     const uint4* codes = reinterpret_cast<const uint4*>(shared.codes.tile[code_slot.index]);
+    uint4 next = codes[SwizzledChunk<kStoredChunks>(row, 0)];  // read one ahead, since it cannot pass a store
 #pragma unroll
     for (int chunk = 0; chunk < kStoredChunks; ++chunk) {
-      const uint4 packed = codes[SwizzledChunk<kStoredChunks>(row, chunk)];
+      const uint4 packed = next;
+      if (chunk + 1 < kStoredChunks) next = codes[SwizzledChunk<kStoredChunks>(row, chunk + 1)];
       const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
       uint32_t pairs[4][kPairs];
 #pragma unroll
-      for (int w = 0; w < 4; ++w) Codes::Neighbours(words[w], scale, pairs[w]);
+      for (int w = 0; w < 4; ++w) Codes::template Neighbours<kSaturates>(words[w], scale, pairs[w]);
       const auto pair = [&](int i) { return pairs[i / kPairs][i % kPairs]; };
 #pragma unroll
       for (int k = 0; k < kPairs; ++k) {
@@ -74,17 +88,6 @@ struct ConverterSm90 {
             pair(4 * k), pair(4 * k + 1), pair(4 * k + 2), pair(4 * k + 3)};
       }
     }
-  }
-
-  // The codes have been read, and the tile is written.
-  __device__ __forceinline__ void Pass(uint64_t* full) {
-    FenceAsyncProxy();
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) {
-      Arrive(full);
-      Arrive(&shared.codes.empty[code_slot.index]);
-    }
-    code_slot.Advance();
   }
 };
 
