@@ -18,8 +18,9 @@ struct ConverterSm90 {
   static constexpr bool kRowParams = kHasRowParams<Traits::kKvDType>;
   static constexpr int kKeys = Traits::kKeys, kStages = Traits::kStages;
   static constexpr int kStoredChunks = Traits::kStoredBytes / 16;
-  static_assert(kKeys == kWarpgroup, "a thread a row: its parameters are read once, and no two chunks that a quarter "
-                                     "of a warp reads or writes lie in the same banks");
+  // A thread a row: it reads the row's parameters once, and the chunks that a quarter of a warp reads or writes
+  // together, of eight rows, are in different banks.
+  static_assert(kKeys == kWarpgroup);
 
   const Params& params;
   SharedSm90<Traits>& shared;

@@ -5,8 +5,8 @@
 // warp has arrived after its last read. Tiles of work go from the producer of keys to all others the same way, so that
 // it runs ahead into the next tile while consumers end this one.
 //
-// Of quantised caches the codes are copied, to a ring of their own, and a warpgroup of converters makes the tiles of them
-// that consumers multiply: convert_sm90.cuh.
+// Of quantised caches the codes are copied, to a ring of their own, and a warpgroup of converters makes the tiles of
+// them that consumers multiply: convert_sm90.cuh.
 #ifndef TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM90_CUH_
 #define TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM90_CUH_
 
