@@ -85,7 +85,8 @@ def test_explain_names_the_kernels(function):
         found = ta.explain(function, *arrays, cache, ints((2, 4)), ints((2,)), ints((3,)), platform=platform)
         names = {k["name"]: k["phase"] for k in ffi.load(platform).module.kernels()}
         expected = phases[platform] if function is ta.paged_attention else ["append", *phases[platform]]
-        assert found[0].chosen and [names[kernel] for kernel in found[0].kernels] == expected
+        taken = dict.fromkeys(names[kernel] for kernel in found[0].kernels)  # of prefill there may be several families
+        assert found[0].chosen and list(taken) == expected
         assert all(kernel.endswith("bfloat16_kvint8") for kernel in found[0].kernels)
         assert [c.kernels for c in found[1:]] == [()] * (len(found) - 1)
 

@@ -3,7 +3,10 @@
 //
 //   Scale                               what the decoding of a row takes
 //   kPerWord                            codes in 32 bits
-//   Neighbours(word, scale, pairs)      kPerWord neighbouring elements of a row, two a pair, in their order
+//   MaySaturate(scale)                  whether codes of such a row may pass what E holds, or are NaN
+//   Neighbours<kSaturates>(word, scale, pairs)
+//                                       kPerWord neighbouring elements of a row, two a pair, in their order;
+//                                       !kSaturates: of rows that do not
 //   KeyCodes(word, pairs)               as Neighbours, but the codes themselves less kCentre, in fp16
 //   ValueCodes(word, pairs)             likewise, where the word's halves are of two rows: pair i is code i of both
 //   UnitElement(unit, i)                which element of a 16-byte chunk is code i of its 16-bit unit `unit`, as
@@ -43,13 +46,19 @@ __device__ __forceinline__ RowScale UnpackRowScale(uint32_t packed) {
 template <class E>
 constexpr uint32_t kMaxFinitePair = std::is_same_v<E, bf16> ? 0x7f7f7f7fu : 0x7bff7bffu;
 
+// For codes of up to 8 bits.
+template <class E>
+__device__ __forceinline__ bool MaySaturate(RowScale row) {
+  return !(fabsf(row.scale) * 256.f + fabsf(row.zero) <= MaxFinite<E>());
+}
+
 // Two codes, as floats, of a row with these parameters. The product of a code of up to 8 bits and a scale of at most 11
 // significant bits is exact in float32, so one fma rounds like the multiplication and the addition. Decoded rows are
 // finite or all NaN: Inf is an overflow, which saturates.
-template <class E>
+template <class E, bool kSaturates>
 __device__ __forceinline__ uint32_t DecodePair(float low, float high, RowScale row) {
-  return ClampPair<E>(Pack<E>(__fmaf_rn(low, row.scale, row.zero), __fmaf_rn(high, row.scale, row.zero)),
-                      kMaxFinitePair<E>);
+  const uint32_t pair = Pack<E>(__fmaf_rn(low, row.scale, row.zero), __fmaf_rn(high, row.scale, row.zero));
+  return kSaturates ? ClampPair<E>(pair, kMaxFinitePair<E>) : pair;
 }
 
 }  // namespace turboattn

@@ -12,12 +12,15 @@ struct Codec<E, DType::kInt4> {
   using Scale = RowScale;
   static constexpr int kPerWord = 8;
 
+  static __device__ __forceinline__ bool MaySaturate(Scale scale) { return turboattn::MaySaturate<E>(scale); }
+
+  template <bool kSaturates = true>
   static __device__ __forceinline__ void Neighbours(uint32_t word, Scale scale, uint32_t (&pairs)[4]) {
     const uint32_t top = word >> 16;
-    pairs[0] = DecodePair<E>(ToFloat<0>(word), ToFloat<0>(top), scale);
-    pairs[1] = DecodePair<E>(ToFloat<1>(word), ToFloat<1>(top), scale);
-    pairs[2] = DecodePair<E>(ToFloat<2>(word), ToFloat<2>(top), scale);
-    pairs[3] = DecodePair<E>(ToFloat<3>(word), ToFloat<3>(top), scale);
+    pairs[0] = DecodePair<E, kSaturates>(ToFloat<0>(word), ToFloat<0>(top), scale);
+    pairs[1] = DecodePair<E, kSaturates>(ToFloat<1>(word), ToFloat<1>(top), scale);
+    pairs[2] = DecodePair<E, kSaturates>(ToFloat<2>(word), ToFloat<2>(top), scale);
+    pairs[3] = DecodePair<E, kSaturates>(ToFloat<3>(word), ToFloat<3>(top), scale);
   }
 
   static constexpr float kCentre = 8.f;
@@ -44,7 +47,7 @@ struct Codec<E, DType::kInt4> {
   static __device__ __forceinline__ float ToFloat(uint32_t word) {
     static_assert(kNibble < 4);  // nibble 5 would reach into the exponent
     constexpr uint32_t kExponent = (150u - 4 * kNibble) << 23;
-    return __uint_as_float((word & (0xfu << (4 * kNibble))) | kExponent) - __uint_as_float(kExponent);
+    return __uint_as_float(AndOr(word, 0xfu << (4 * kNibble), kExponent)) - __uint_as_float(kExponent);
   }
 };
 

@@ -11,9 +11,12 @@ struct Codec<E, DType::kInt8> {
   using Scale = RowScale;
   static constexpr int kPerWord = 4;
 
+  static __device__ __forceinline__ bool MaySaturate(Scale scale) { return turboattn::MaySaturate<E>(scale); }
+
+  template <bool kSaturates = true>
   static __device__ __forceinline__ void Neighbours(uint32_t word, Scale scale, uint32_t (&pairs)[2]) {
-    pairs[0] = DecodePair<E>(ToFloat<0>(word), ToFloat<1>(word), scale);
-    pairs[1] = DecodePair<E>(ToFloat<2>(word), ToFloat<3>(word), scale);
+    pairs[0] = DecodePair<E, kSaturates>(ToFloat<0>(word), ToFloat<1>(word), scale);
+    pairs[1] = DecodePair<E, kSaturates>(ToFloat<2>(word), ToFloat<3>(word), scale);
   }
 
   static __device__ __forceinline__ int UnitElement(int unit, int i) { return 2 * unit + i; }

@@ -138,6 +138,13 @@ __device__ __forceinline__ void CopyBox4(uint32_t to, const CUtensorMap* map, ui
       : "memory");
 }
 
+// `bytes` bytes, a multiple of 16, as both addresses are.
+__device__ __forceinline__ void CopyBytes(uint32_t to, const void* from, int bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(SharedAddress(barrier))
+               : "memory");
+}
+
 // Ordinary stores to shared memory before it are seen by tensor copies and wgmma after a following barrier.
 __device__ __forceinline__ void FenceAsyncProxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

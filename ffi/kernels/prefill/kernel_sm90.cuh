@@ -2,6 +2,7 @@
 #ifndef TURBOATTN_KERNELS_PREFILL_KERNEL_SM90_CUH_
 #define TURBOATTN_KERNELS_PREFILL_KERNEL_SM90_CUH_
 
+#include "kernels/prefill/convert_sm90.cuh"
 #include "kernels/prefill/mainloop_sm90.cuh"
 #include "kernels/prefill/split.cuh"
 #include "kernels/prefill/tile_count.cuh"
@@ -278,7 +279,7 @@ __device__ void StorePart(const LinearAttentionParams&, const TileSm90<Traits>&,
                           const ConsumerSm90<Traits, LinearAttentionParams>&) {}
 
 // Warpgroup 0: warp 0 chooses tiles and copies queries and keys, warp 1 copies values, the others write down what is
-// known of a tile's rows. The other warpgroups are consumers.
+// known of a tile's rows. The other warpgroups are consumers, but of quantised caches the last, which converts.
 template <class Traits, class Params>
 __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_constant__ ArgumentsSm90<Params> args) {
   using Shared = SharedSm90<Traits>;
@@ -337,6 +338,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
         }
         Arrive(&shared.rows_full[slot.index]);
         if (last) break;
+      }
+    }
+  } else if (Traits::kQuantised && warpgroup > Traits::kConsumers) {
+    GiveRegisters<Traits::kConverterRegisters>();
+    if constexpr (Traits::kQuantised) {
+      ConverterSm90<Traits, Params> converter(params, shared);
+      for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
+        WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
+        const TileSm90<Traits>& tile = shared.tiles[slot.index];
+        if (tile.num_rows == 0) break;
+        converter.Run(tile);
+        Arrive(&shared.tile_empty[slot.index]);
       }
     }
   } else {

@@ -19,6 +19,11 @@ namespace turboattn::prefill {
 // The driver's encoder, found at run time: the module must import where there is no driver.
 inline cudaError_t EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data, const int64_t (&sizes)[4],
                                    const int64_t (&strides)[3], const int (&box)[4]) {
+  // A box's rows, of 128 bytes or, of codes, less, are swizzled over their own length.
+  const bool codes = IsQuantised(dtype);
+  const CUtensorMapSwizzle swizzle = !codes || box[0] == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : box[0] == 64          ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                             : CU_TENSOR_MAP_SWIZZLE_32B;
   using Encode = CUresult(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
                           const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                           CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -39,8 +44,11 @@ inline cudaError_t EncodeTensorMap(CUtensorMap* map, DType dtype, const void* da
     if (i < 3) stride[i] = static_cast<cuuint64_t>(strides[i]);
   }
   const CUresult result = reinterpret_cast<Encode*>(encode)(
-      map, dtype == DType::kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
-      const_cast<void*>(data), size, stride, box_size, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      map,
+      codes                       ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+      : dtype == DType::kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      4, const_cast<void*>(data), size, stride, box_size, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -67,14 +75,14 @@ cudaError_t EncodeKeys(const LinearAttentionParams& params, const void* array, C
 template <class Traits>
 cudaError_t EncodeKeys(const PagedAttentionParams& params, const void* array, CUtensorMap* map, int* box_keys) {
   const KvCache& cache = params.cache;
-  const int64_t dim = Traits::kDim;
+  const int64_t bytes = Traits::kStoredBytes, elements = Traits::kQuantised ? bytes : Traits::kDim;  // of a row
   int box = 8;  // the largest power of two that divides both
   while (box < cache.page_size && Traits::kKeys % (2 * box) == 0) box *= 2;
   *box_keys = box;
-  return EncodeTensorMap(map, Traits::kDType, array != nullptr ? array : params.query,
-                         {dim, cache.page_size, cache.num_kv_heads, cache.num_layers * cache.num_pages},
-                         {dim * 2, cache.page_size * dim * 2, cache.num_kv_heads * cache.page_size * dim * 2},
-                         {64, box, 1, 1});
+  return EncodeTensorMap(map, Traits::kKvDType, array != nullptr ? array : params.query,
+                         {elements, cache.page_size, cache.num_kv_heads, cache.num_layers * cache.num_pages},
+                         {bytes, cache.page_size * bytes, cache.num_kv_heads * cache.page_size * bytes},
+                         {Traits::kQuantised ? Traits::kStoredBytes : 64, box, 1, 1});
 }
 
 // Keys and values of as many heads as a section has: a good part of L2.
@@ -136,7 +144,7 @@ cudaError_t LaunchScheduled(const Params& params, const ScheduleSm90& schedule, 
   if (schedule.blocks > INT_MAX) return cudaErrorInvalidConfiguration;
   constexpr int kBytes = sizeof(SharedSm90<Traits>);
   static_assert(kBytes <= 227 * 1024);
-  static_assert(Traits::kRows == PrefillRowsSm90(Traits::kDim), "the plan sizes the workspace");
+  static_assert(Traits::kRows <= PrefillRowsSm90(Traits::kDim), "the plan sizes the workspace");
   const auto kernel = &PrefillSm90<Traits, Params>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
@@ -185,8 +193,7 @@ namespace sm90 {
 
 template <DType kEType, DType kKv, int kHeadDim, class Params>
 Kernel MakeKernel(KernelDesc desc) {
-  static_assert(kKv == kEType, "quantised caches are of the sm80 family");
-  return {std::move(desc), &LaunchSm90<TraitsSm90<kEType, kHeadDim>, Params>, &SuitsSm90<Params>};
+  return {std::move(desc), &LaunchSm90<TraitsSm90<kEType, kKv, kHeadDim>, Params>, &SuitsSm90<Params>};
 }
 
 }  // namespace sm90

@@ -4,6 +4,9 @@
 // Barriers, all mbarriers. `full`: the copy has landed (the producer's arrival and its bytes). `empty`: every consumer
 // warp has arrived after its last read. Tiles of work go from the producer of keys to all others the same way, so that
 // it runs ahead into the next tile while consumers end this one.
+//
+// Of quantised caches the codes are copied, to a ring of their own, and a warpgroup of converters makes the tiles of
+// them that consumers multiply: convert_sm90.cuh.
 #ifndef TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM90_CUH_
 #define TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM90_CUH_
 
@@ -71,10 +74,25 @@ enum WaitSm90 {
   kKeyFull,
   kKeyEmpty,
   kValueFull,
-  kValueEmpty
+  kValueEmpty,
+  kCodesFull,
+  kCodesEmpty
 };
 
 constexpr int kRowWarps = 2;  // they fill in TileSm90::rows
+
+// Quantised caches: tiles of codes between the producers and the converters, K and V of a block in turn. Rows lie as
+// SwizzledChunk has them.
+template <class Traits, bool kQuantised = Traits::kQuantised>
+struct CodeRingSm90 {};
+template <class Traits>
+struct CodeRingSm90<Traits, true> {
+  static constexpr int kParams = kHasRowParams<Traits::kKvDType> ? Traits::kKeys : 4;
+  alignas(1024) unsigned char tile[Traits::kCodeStages][Traits::kKeys * Traits::kStoredBytes];
+  alignas(16) uint32_t row_params[Traits::kCodeStages][kParams];  // garbage where a page is unmapped
+  uint64_t full[Traits::kCodeStages], empty[Traits::kCodeStages];
+  uint32_t mapped[Traits::kCodeStages];  // see SharedSm90
+};
 
 template <class Traits>
 struct SharedSm90 {
@@ -83,6 +101,7 @@ struct SharedSm90 {
   alignas(1024) E query[Traits::kRows * Traits::kDim];  // panels of 64 columns: see ptx_sm90.cuh
   alignas(1024) E key[Traits::kStages][Traits::kKeys * Traits::kDim];
   alignas(1024) E value[Traits::kStages][Traits::kKeys * Traits::kDim];
+  CodeRingSm90<Traits> codes;
   uint64_t query_full, query_empty;
   uint64_t key_full[Traits::kStages], key_empty[Traits::kStages];
   uint64_t value_full[Traits::kStages], value_empty[Traits::kStages];
@@ -93,20 +112,27 @@ struct SharedSm90 {
 
   // By one thread, before anything else.
   __device__ void InitBarriers() {
-    constexpr int kConsumerWarps = 4 * Traits::kConsumers;
+    constexpr int kConsumerWarps = 4 * Traits::kConsumers, kConverterWarps = Traits::kQuantised ? 4 : 0;
+    constexpr int kFullArrivals = Traits::kQuantised ? kConverterWarps : 1;
     InitBarrier(&query_full, 1);
     InitBarrier(&query_empty, kConsumerWarps);
     for (int i = 0; i < Traits::kStages; ++i) {
-      InitBarrier(&key_full[i], 1);
+      InitBarrier(&key_full[i], kFullArrivals);
       InitBarrier(&key_empty[i], kConsumerWarps);
-      InitBarrier(&value_full[i], 1);
+      InitBarrier(&value_full[i], kFullArrivals);
       InitBarrier(&value_empty[i], kConsumerWarps);
     }
     for (int i = 0; i < kTiles; ++i) {
       InitBarrier(&tile_full[i], 1);
       // All threads that write and read arrive: compute-sanitizer does not follow one lane's arrival for its warp.
       InitBarrier(&rows_full[i], kRowWarps * kWarp);
-      InitBarrier(&tile_empty[i], (kConsumerWarps + 1) * kWarp);  // and the producer of values
+      InitBarrier(&tile_empty[i], (kConsumerWarps + kConverterWarps + 1) * kWarp);  // and the producer of values
+    }
+    if constexpr (Traits::kQuantised) {
+      for (int i = 0; i < Traits::kCodeStages; ++i) {
+        InitBarrier(&codes.full[i], 1);
+        InitBarrier(&codes.empty[i], kConverterWarps);
+      }
     }
     FenceBarrierInit();
   }
@@ -146,7 +172,7 @@ struct ProducerSm90 {
   SharedSm90<Traits>& shared;
   const bool values;
   const int lane = threadIdx.x % kWarp;
-  RingSlot<kStages> slot{1};
+  RingSlot<Traits::kQuantised ? Traits::kCodeStages : kStages> slot{1};
   uint32_t query_parity = 1;
   // Pages: lane i knows the page table's entry for box i of the next block.
   static constexpr int kNoPage = -1;  // as a coordinate: outside the tensor, so that zeros are copied
@@ -154,7 +180,9 @@ struct ProducerSm90 {
   bool next_present = false;
 
   __device__ ProducerSm90(const ArgumentsSm90<Params>& args, SharedSm90<Traits>& shared, bool values)
-      : args(args), shared(shared), values(values) {}
+      : args(args), shared(shared), values(values) {
+    if (Traits::kQuantised && values) slot.Advance();
+  }
 
   // Reads the page table early: the entry is used a block later. A box that no row sees has none.
   __device__ void LookUp(const TileSm90<Traits>& tile, int block) {
@@ -165,6 +193,49 @@ struct ProducerSm90 {
     if (next_present) next_entry = KeysOf(args.params, tile.b, tile.head, run).Entry(j);
   }
 
+  // Of this lane's box of a block, which LookUp() has read about: its page, and its first slot there.
+  __device__ int NextPage(const TileSm90<Traits>& tile, int block) {
+    const int64_t found =
+        next_present ? PageOf(args.params.cache, args.params.seqs.layer[tile.b], next_entry) : kUnmapped;
+    LookUp(tile, block - 1);
+    return found == kUnmapped ? kNoPage : static_cast<int>(found);
+  }
+  __device__ int FirstSlot(const TileSm90<Traits>& tile, int block) const {
+    return (tile.blocks.FirstKey(block) + lane * args.box_keys) & (static_cast<int>(args.params.cache.page_size) - 1);
+  }
+  // Bit g: the block's g-th 8 keys lie on a mapped page.
+  __device__ uint32_t MappedGroups(int page) const {
+    const int group_page = __shfl_sync(~0u, page, lane * 8 / args.box_keys % kWarp);
+    return __ballot_sync(~0u, lane < kGroups && group_page != kNoPage);
+  }
+
+  // A block's codes of keys or values into their ring.
+  __device__ void LoadCodes(const TileSm90<Traits>& tile, int block) {
+    const KvCache& cache = args.params.cache;
+    const int box = args.box_keys, first_slot = FirstSlot(tile, block), page = NextPage(tile, block);
+    uint64_t* const full = &shared.codes.full[slot.index];
+    WaitBarrier(&shared.codes.empty[slot.index], slot.parity, kCodesEmpty);
+    const uint32_t mapped = MappedGroups(page);
+    if (lane == 0) {
+      shared.codes.mapped[slot.index] = mapped;
+      constexpr int kParamBytes = kHasRowParams<Traits::kKvDType> ? 8 * 4 : 0;  // of a group
+      ArriveExpecting(full, kKeys * Traits::kStoredBytes + __popc(mapped) * kParamBytes);
+    }
+    __syncwarp();
+    if (lane * box < kKeys) {
+      CopyBox4(SharedAddress(shared.codes.tile[slot.index]) + lane * box * Traits::kStoredBytes,
+               values ? &args.value : &args.key, full, 0, first_slot, static_cast<int>(tile.head), page);
+      if (kHasRowParams<Traits::kKvDType> && page != kNoPage) {
+        const char* params = static_cast<const char*>(values ? cache.value_params : cache.key_params);
+        CopyBytes(SharedAddress(&shared.codes.row_params[slot.index][lane * box]),
+                  params + CacheRow(cache, page, tile.head, first_slot) * 4, box * 4, full);
+      }
+    }
+    __syncwarp();
+    slot.Advance();
+    slot.Advance();  // the other producer's
+  }
+
   // A block's keys or values into the ring.
   __device__ void LoadBlock(const TileSm90<Traits>& tile, int block) {
     uint64_t* const full = values ? &shared.value_full[slot.index] : &shared.key_full[slot.index];
@@ -172,24 +243,18 @@ struct ProducerSm90 {
     const uint32_t to = SharedAddress(values ? shared.value[slot.index] : shared.key[slot.index]);
     const int first_key = tile.blocks.FirstKey(block);
     int page = kNoPage;
-    if constexpr (kPaged) {
-      const int64_t found =
-          next_present ? PageOf(args.params.cache, args.params.seqs.layer[tile.b], next_entry) : kUnmapped;
-      if (found != kUnmapped) page = static_cast<int>(found);
-      LookUp(tile, block - 1);
-    }
+    if constexpr (kPaged) page = NextPage(tile, block);
     WaitBarrier(values ? &shared.value_empty[slot.index] : &shared.key_empty[slot.index], slot.parity,
                 values ? kValueEmpty : kKeyEmpty);
     if constexpr (kPaged) {
-      const int group_page = __shfl_sync(~0u, page, lane * 8 / args.box_keys % kWarp);
-      const uint32_t mapped = __ballot_sync(~0u, lane < kGroups && group_page != kNoPage);
+      const uint32_t mapped = MappedGroups(page);
       if (lane == 0) {
         if (!values) shared.mapped[slot.index] = mapped;
         ArriveExpecting(full, Traits::kTileBytes);
       }
       __syncwarp();
       if (lane * args.box_keys < kKeys) {
-        const int first_slot = (first_key + lane * args.box_keys) & (static_cast<int>(args.params.cache.page_size) - 1);
+        const int first_slot = FirstSlot(tile, block);
         for (int panel = 0; panel < Traits::kPanels; ++panel) {
           CopyBox4(to + (panel * kKeys + lane * args.box_keys) * 128, map, full, panel * 64, first_slot,
                    static_cast<int>(tile.head), page);
@@ -229,7 +294,13 @@ struct ProducerSm90 {
     if constexpr (kPaged) LookUp(tile, tile.end - 1);
     if (!values) LoadQuery(tile);
 #pragma unroll 1
-    for (int block = tile.end - 1; block >= tile.begin; --block) LoadBlock(tile, block);
+    for (int block = tile.end - 1; block >= tile.begin; --block) {
+      if constexpr (Traits::kQuantised) {
+        LoadCodes(tile, block);
+      } else {
+        LoadBlock(tile, block);
+      }
+    }
   }
 };
 

@@ -1,0 +1,97 @@
+// Quantised caches on Hopper: a warpgroup that makes tiles of E of the codes that tensor copies bring. Between the
+// producers and the consumers of mainloop_sm90.cuh, in the order in which consumers take tiles.
+#ifndef TURBOATTN_KERNELS_PREFILL_CONVERT_SM90_CUH_
+#define TURBOATTN_KERNELS_PREFILL_CONVERT_SM90_CUH_
+
+#include "kernels/common/fp8.cuh"
+#include "kernels/common/int4.cuh"
+#include "kernels/common/int8.cuh"
+#include "kernels/prefill/mainloop_sm90.cuh"
+
+namespace turboattn::prefill {
+
+template <class Traits, class Params>
+struct ConverterSm90 {
+  using E = typename Traits::E;
+  using Codes = Codec<E, Traits::kKvDType>;
+  using Scale = typename Codes::Scale;
+  static constexpr bool kRowParams = kHasRowParams<Traits::kKvDType>;
+  static constexpr int kKeys = Traits::kKeys, kStages = Traits::kStages;
+  static constexpr int kStoredChunks = Traits::kStoredBytes / 16;
+  // A thread a row: it reads the row's parameters once, and the chunks that a quarter of a warp reads or writes
+  // together, of eight rows, are in different banks.
+  static_assert(kKeys == kWarpgroup);
+
+  const Params& params;
+  SharedSm90<Traits>& shared;
+  const int row = threadIdx.x % kWarpgroup;
+  RingSlot<Traits::kCodeStages> code_slot{0};
+  RingSlot<kStages> slot{1};  // of both rings of tiles
+
+  __device__ ConverterSm90(const Params& params, SharedSm90<Traits>& shared) : params(params), shared(shared) {}
+
+  // A tile's blocks, from the last to the first.
+  __device__ void Run(const TileSm90<Traits>& tile) {
+    Scale key_scale = {}, value_scale = {};  // fp8: of the head
+    if constexpr (!kRowParams) {
+      key_scale = Codes::MakeScale(HeadScale(params, params.cache.key_params, tile.b, tile.head));
+      value_scale = Codes::MakeScale(HeadScale(params, params.cache.value_params, tile.b, tile.head));
+    }
+#pragma unroll 1
+    for (int i = 2 * (tile.end - tile.begin); i > 0; --i) {
+      const bool values = i % 2 != 0;
+      WaitBarrier(&shared.codes.full[code_slot.index], code_slot.parity, kCodesFull);
+      WaitBarrier(values ? &shared.value_empty[slot.index] : &shared.key_empty[slot.index], slot.parity,
+                  values ? kValueEmpty : kKeyEmpty);
+      const uint32_t mapped = shared.codes.mapped[code_slot.index];
+      if (!values && row == 0) shared.mapped[slot.index] = mapped;
+      Scale scale = values ? value_scale : key_scale;
+      if constexpr (kRowParams) {
+        // Codes of unmapped pages are zeros, and so are to be the rows.
+        const bool exists = (mapped >> (row / 8) & 1u) != 0;
+        scale = UnpackRowScale<E>(exists ? shared.codes.row_params[code_slot.index][row] : 0u);
+      }
+      E* const to = values ? shared.value[slot.index] : shared.key[slot.index];
+      if (__any_sync(~0u, Codes::MaySaturate(scale))) {
+        ConvertRow<true>(scale, to);
+      } else {
+        ConvertRow<false>(scale, to);
+      }
+      FenceAsyncProxy();
+      __syncwarp();
+      if (threadIdx.x % kWarp == 0) {
+        Arrive(values ? &shared.value_full[slot.index] : &shared.key_full[slot.index]);
+        Arrive(&shared.codes.empty[code_slot.index]);
+      }
+      code_slot.Advance();
+      if (values) slot.Advance();
+    }
+  }
+
+ private:
+  template <bool kSaturates>
+  __device__ __forceinline__ void ConvertRow(Scale scale, E* tile) const {
+    constexpr int kPairs = Codes::kPerWord / 2;
+    const uint4* codes = reinterpret_cast<const uint4*>(shared.codes.tile[code_slot.index]);
+    uint4 next = codes[SwizzledChunk<kStoredChunks>(row, 0)];  // read one ahead, since it cannot pass a store
+#pragma unroll
+    for (int chunk = 0; chunk < kStoredChunks; ++chunk) {
+      const uint4 packed = next;
+      if (chunk + 1 < kStoredChunks) next = codes[SwizzledChunk<kStoredChunks>(row, chunk + 1)];
+      const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+      uint32_t pairs[4][kPairs];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) Codes::template Neighbours<kSaturates>(words[w], scale, pairs[w]);
+      const auto pair = [&](int i) { return pairs[i / kPairs][i % kPairs]; };
+#pragma unroll
+      for (int k = 0; k < kPairs; ++k) {
+        *reinterpret_cast<uint4*>(tile + PanelIndex<kKeys>(row, (kPairs * chunk + k) * kChunk)) = {
+            pair(4 * k), pair(4 * k + 1), pair(4 * k + 2), pair(4 * k + 3)};
+      }
+    }
+  }
+};
+
+}  // namespace turboattn::prefill
+
+#endif  // TURBOATTN_KERNELS_PREFILL_CONVERT_SM90_CUH_
