@@ -228,6 +228,7 @@ struct ConsumerSm90 {
   using Shared = SharedSm90<Traits>;
   static constexpr int kKeys = Traits::kKeys, kDim = Traits::kDim, kStages = Traits::kStages;
   static constexpr int kConsumers = Traits::kConsumers;
+  static constexpr int kSteps = kDim / 16, kQuerySteps = Traits::kQuerySteps;  // of the first product
   static constexpr uint32_t kAllMapped = ProducerSm90<Traits, Params>::kAllMapped;
   static constexpr bool kPaged = std::is_same_v<Params, PagedAttentionParams>;
   static constexpr float kSlack = 8.f;   // in exponents of 2: probabilities up to 256, far inside E
@@ -249,6 +250,7 @@ struct ConsumerSm90 {
   float o[kDim / 8][4];
   float s[kKeys / 8][4];
   uint32_t p[kKeys / 16][4];
+  uint32_t q[kQuerySteps > 0 ? kQuerySteps : 1][4];  // the query's columns of some steps: see InRegisters
   float max[2];  // origin of the exponents, in x (see ScoreRule): within kSlack of the maximum
   float sum[2];  // this thread's columns only
   float alpha[2];
@@ -277,6 +279,22 @@ struct ConsumerSm90 {
     ArriveNamed(kTurnBarrier + next, 2 * kWarpgroup);
   }
 
+  // ---- the query's fragments that stay in registers
+
+  // kQuerySteps of the kSteps steps, evenly spread.
+  __device__ static constexpr int QueryStep(int k) { return k * kQuerySteps / kSteps; }
+  __device__ static constexpr bool InRegisters(int k) { return QueryStep(k + 1) != QueryStep(k); }
+
+  __device__ __forceinline__ void LoadQueryFragments() {
+    const int row = 64 * warpgroup + thread / kWarp * 16 + lane % 16;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (!InRegisters(k)) continue;
+      LoadMatrix4(q[QueryStep(k)],
+                  SharedAddress(shared.query + PanelIndex<Traits::kRows>(row, 16 * k + lane / 16 * kChunk)));
+    }
+  }
+
   // ---- the products: issued, not waited for
 
   __device__ __forceinline__ void IssueScores() {
@@ -284,10 +302,16 @@ struct ConsumerSm90 {
     const uint64_t keys = TileDescriptor(SharedAddress(shared.key[key_slot.index]), 0);
     WgmmaFence();
 #pragma unroll
-    for (int k = 0; k < kDim / 16; ++k) {
+    for (int k = 0; k < kSteps; ++k) {
       const int panel = k / 4, column = k % 4 * 32;
-      WgmmaShared<E, kKeys>(s, MoveDescriptor(query, panel * Traits::kRows * 128 + column),
-                            MoveDescriptor(keys, panel * kKeys * 128 + column), k > 0);
+      const uint64_t some_keys = MoveDescriptor(keys, panel * kKeys * 128 + column);
+      if constexpr (kQuerySteps > 0) {
+        if (InRegisters(k)) {
+          WgmmaRegistersByRows<E, kKeys>(s, q[QueryStep(k)], some_keys, k > 0);
+          continue;
+        }
+      }
+      WgmmaShared<E, kKeys>(s, MoveDescriptor(query, panel * Traits::kRows * 128 + column), some_keys, k > 0);
     }
     WgmmaCommit();
   }
@@ -555,6 +579,7 @@ struct ConsumerSm90 {
       LoadQueryRows(tile);
     }
     if (const QueryPrologue* prologue = PrologueOf(params)) ApplyPrologueToRows(*prologue, tile);
+    if constexpr (kQuerySteps > 0) LoadQueryFragments();
     WaitKeys();
     IssueScores();
     State state = StateOf(tile, block);

@@ -37,9 +37,10 @@ struct TilesSm90;
 
 template <>
 struct TilesSm90<64> {
-  static constexpr int kConsumers = 3;  // 2, with 128 or 192 keys, were 5 to 15 % slower on an H100
-  static constexpr int kKeys = 128;     // a block
-  static constexpr int kStages = 3;     // of K, and as many of V
+  static constexpr int kConsumers = 3;   // 2, with 128 or 192 keys, were 5 to 15 % slower on an H100
+  static constexpr int kKeys = 128;      // a block
+  static constexpr int kStages = 3;      // of K, and as many of V
+  static constexpr int kQuerySteps = 0;  // steps of 16 columns of the query that stay in registers
 };
 
 template <>
@@ -47,6 +48,17 @@ struct TilesSm90<128> {
   static constexpr int kConsumers = 2;
   static constexpr int kKeys = 128;  // 160 and 176 were 3 to 15 % slower
   static constexpr int kStages = 2;
+  static constexpr int kQuerySteps = 0;
+};
+
+// 64 rows of output are 128 registers a thread, which leaves room for 64 keys. A product of 64 x 64 x 16 from shared
+// memory reads 4 KB in its 32 cycles, all that shared memory gives, and copies write besides: hence the query steps.
+template <>
+struct TilesSm90<256> {
+  static constexpr int kConsumers = 2;
+  static constexpr int kKeys = 64;
+  static constexpr int kStages = 2;
+  static constexpr int kQuerySteps = 6;  // 8 do not fit
 };
 
 }  // namespace turboattn::prefill

@@ -41,6 +41,7 @@ struct TraitsSm90 {
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kKeys = Tiles::kKeys;
   static constexpr int kStages = Tiles::kStages;
+  static constexpr int kQuerySteps = Tiles::kQuerySteps;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kChunks = kDim / kChunk;  // 16-byte chunks of a row
   static constexpr int kPanels = kDim / 64;      // a tensor copy with the 128-byte swizzle takes 64 columns
