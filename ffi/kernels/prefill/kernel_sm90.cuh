@@ -137,7 +137,7 @@ template <class Traits, class Params>
 __device__ __forceinline__ void StoreRows(const Params& params, const TileSm90<Traits>& tile,
                                           const ConsumerSm90<Traits, Params>& consumer) {
   using E = typename Traits::E;
-  constexpr int kDim = Traits::kDim;
+  constexpr int kDim = Traits::kValueDim;
   const TileRows<Traits::kRows>& rows = tile.rows;
   const int column = threadIdx.x % 4;
 #pragma unroll

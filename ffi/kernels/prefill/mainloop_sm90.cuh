@@ -69,7 +69,7 @@ struct SharedSm90 {
   static constexpr int kTiles = 2;
   alignas(1024) E query[Traits::kRows * Traits::kDim];  // panels of 64 columns: see ptx_sm90.cuh
   alignas(1024) E key[Traits::kStages][Traits::kKeys * Traits::kDim];
-  alignas(1024) E value[Traits::kStages][Traits::kKeys * Traits::kDim];
+  alignas(1024) E value[Traits::kStages][Traits::kKeys * Traits::kValueDim];
   uint64_t query_full, query_empty;
   uint64_t key_full[Traits::kStages], key_empty[Traits::kStages];
   uint64_t value_full[Traits::kStages], value_empty[Traits::kStages];
@@ -156,6 +156,7 @@ struct ProducerSm90 {
     uint64_t* const full = values ? &shared.value_full[slot.index] : &shared.key_full[slot.index];
     const CUtensorMap* const map = values ? &args.value : &args.key;
     const uint32_t to = SharedAddress(values ? shared.value[slot.index] : shared.key[slot.index]);
+    const int panels = values ? Traits::kValuePanels : Traits::kPanels, bytes = panels * kKeys * 128;
     const int first_key = tile.blocks.FirstKey(block);
     int page = kNoPage;
     if constexpr (kPaged) {
@@ -171,21 +172,21 @@ struct ProducerSm90 {
       const uint32_t mapped = __ballot_sync(~0u, lane < kGroups && group_page != kNoPage);
       if (lane == 0) {
         if (!values) shared.mapped[slot.index] = mapped;
-        ArriveExpecting(full, Traits::kTileBytes);
+        ArriveExpecting(full, bytes);
       }
       __syncwarp();
       if (lane * args.box_keys < kKeys) {
         const int first_slot = (first_key + lane * args.box_keys) & (static_cast<int>(args.params.cache.page_size) - 1);
-        for (int panel = 0; panel < Traits::kPanels; ++panel) {
+        for (int panel = 0; panel < panels; ++panel) {
           CopyBox4(to + (panel * kKeys + lane * args.box_keys) * 128, map, full, panel * 64, first_slot,
                    static_cast<int>(tile.head), page);
         }
       }
     } else if (lane == 0) {
-      ArriveExpecting(full, Traits::kTileBytes);
+      ArriveExpecting(full, bytes);
       const bool ragged = args.params.ragged;
       const int64_t first = ragged ? ClampRange(args.params.kv_ranges, tile.b, args.params.num_keys).lo : 0;
-      for (int panel = 0; panel < Traits::kPanels; ++panel) {
+      for (int panel = 0; panel < panels; ++panel) {
         CopyBox4(to + panel * kKeys * 128, map, full, panel * 64, static_cast<int>(tile.head),
                  static_cast<int>(first + first_key), ragged ? 0 : static_cast<int>(tile.b));
       }
@@ -199,7 +200,7 @@ struct ProducerSm90 {
     WaitBarrier(&shared.query_empty, query_parity, kQueryEmpty);
     query_parity ^= 1u;
     if (lane == 0) {
-      ArriveExpecting(&shared.query_full, Traits::kQueryBytes);
+      ArriveExpecting(&shared.query_full, sizeof(shared.query));
       const int64_t token = tile.view.first_token + Divide(tile.first_row, GroupOf(args.params));
       for (int panel = 0; panel < Traits::kPanels; ++panel) {
         CopyBox4(SharedAddress(shared.query) + panel * Traits::kRows * 128, &args.query, &shared.query_full, panel * 64,
@@ -226,8 +227,8 @@ template <class Traits, class Params>
 struct ConsumerSm90 {
   using E = typename Traits::E;
   using Shared = SharedSm90<Traits>;
-  static constexpr int kKeys = Traits::kKeys, kDim = Traits::kDim, kStages = Traits::kStages;
-  static constexpr int kConsumers = Traits::kConsumers;
+  static constexpr int kKeys = Traits::kKeys, kDim = Traits::kDim, kValueDim = Traits::kValueDim;
+  static constexpr int kStages = Traits::kStages, kConsumers = Traits::kConsumers;
   static constexpr int kSteps = kDim / 16, kQuerySteps = Traits::kQuerySteps;  // of the first product
   static constexpr uint32_t kAllMapped = ProducerSm90<Traits, Params>::kAllMapped;
   static constexpr bool kPaged = std::is_same_v<Params, PagedAttentionParams>;
@@ -247,7 +248,7 @@ struct ConsumerSm90 {
   uint32_t query_parity = 0;
 
   // Rows Row(0) and Row(1) of the tile.
-  float o[kDim / 8][4];
+  float o[kValueDim / 8][4];
   float s[kKeys / 8][4];
   uint32_t p[kKeys / 16][4];
   uint32_t q[kQuerySteps > 0 ? kQuerySteps : 1][4];  // the query's columns of some steps: see InRegisters
@@ -320,7 +321,7 @@ struct ConsumerSm90 {
     const uint64_t values = TileDescriptor(SharedAddress(shared.value[value_slot.index]), kKeys * 128);
     WgmmaFence();
 #pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) WgmmaRegisters<E, kDim>(o, p[k], MoveDescriptor(values, k * 2048));
+    for (int k = 0; k < kKeys / 16; ++k) WgmmaRegisters<E, kValueDim>(o, p[k], MoveDescriptor(values, k * 2048));
     WgmmaCommit();
   }
 
@@ -463,7 +464,7 @@ struct ConsumerSm90 {
   __device__ __forceinline__ void Rescale() {
     if (!moved) return;
 #pragma unroll
-    for (int d = 0; d < kDim / 8; ++d) {
+    for (int d = 0; d < kValueDim / 8; ++d) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) o[d][e] *= alpha[e / 2];
     }
@@ -481,7 +482,7 @@ struct ConsumerSm90 {
 
   __device__ __forceinline__ bool FindNonFinite(const E* tile, RunRange seen, int first_key) const {
     bool found = false;
-    for (int i = thread; i < kKeys * Traits::kChunks; i += kWarpgroup) {
+    for (int i = thread; i < kKeys * kValueDim / kChunk; i += kWarpgroup) {
       const int key = i / 8 % kKeys;  // panels follow each other
       if (seen.Holds(first_key + key)) found = found || HasNonFinite<E>(reinterpret_cast<const uint4*>(tile)[i]);
     }
@@ -504,7 +505,7 @@ struct ConsumerSm90 {
         for (int half = 0; half < 2; ++half) {
           if (!Sees(*rows, Row(half), block, key)) continue;
 #pragma unroll
-          for (int d = 0; d < kDim / 8; ++d) {
+          for (int d = 0; d < kValueDim / 8; ++d) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               const float v = ToFloat(tile[PanelIndex<kKeys>(key, 8 * d + lane % 4 * 2 + e)]);
@@ -515,7 +516,7 @@ struct ConsumerSm90 {
       }
       SyncNamed(kAllBarrier, kConsumers * kWarpgroup);
     }
-    for (int i = warpgroup * kWarpgroup + thread; i < kKeys * kDim; i += kConsumers * kWarpgroup) {
+    for (int i = warpgroup * kWarpgroup + thread; i < kKeys * kValueDim; i += kConsumers * kWarpgroup) {
       if (!IsFinite(ToFloat(tile[i]))) tile[i] = E{0};
     }
     FenceAsyncProxy();
@@ -564,7 +565,7 @@ struct ConsumerSm90 {
   // tile.rows is filled in.
   __device__ __forceinline__ void Run(const TileSm90<Traits>& tile) {
 #pragma unroll
-    for (int d = 0; d < kDim / 8; ++d) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0.f;
+    for (int d = 0; d < kValueDim / 8; ++d) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0.f;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       max[half] = -Infinity();

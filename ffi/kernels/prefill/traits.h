@@ -31,12 +31,13 @@ struct TraitsSm80 {
   static_assert(kKeys / 8 <= 16, "a block's mapped groups are 16 bits of a queue");
 };
 
-template <DType kEType, int kHeadDim>
+template <DType kEType, int kHeadDim, int kValueHeadDim>
 struct TraitsSm90 {
   using E = Element<kEType>;
-  using Tiles = TilesSm90<kHeadDim>;
+  using Tiles = TilesSm90<kHeadDim, kValueHeadDim>;
   static constexpr DType kDType = kEType;
-  static constexpr int kDim = kHeadDim;
+  static constexpr int kDim = kHeadDim;  // of queries and keys
+  static constexpr int kValueDim = kValueHeadDim;
   static constexpr int kConsumers = Tiles::kConsumers;
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kKeys = Tiles::kKeys;
@@ -45,12 +46,12 @@ struct TraitsSm90 {
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kChunks = kDim / kChunk;  // 16-byte chunks of a row
   static constexpr int kPanels = kDim / 64;      // a tensor copy with the 128-byte swizzle takes 64 columns
-  static constexpr int kQueryBytes = kRows * kDim * 2;
-  static constexpr int kTileBytes = kKeys * kDim * 2;
+  static constexpr int kValuePanels = kValueDim / 64;
   // 65,536 registers an SM.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-  static_assert(kConsumers >= 2 && kConsumers <= 3 && kDim % 64 == 0 && kKeys % 16 == 0 && kKeys <= 256);
+  static_assert(kConsumers >= 2 && kConsumers <= 3 && kDim % 64 == 0 && kValueDim % 64 == 0);
+  static_assert(kKeys % 16 == 0 && kKeys <= 256);
 };
 
 }  // namespace turboattn::prefill
