@@ -168,8 +168,8 @@ inline bool KeepsKeysWhole(const PagedAttentionParams& params) {
 }
 
 // On the card that the family is compiled for, everything but calls that gain from cutting keys in parts, which this
-// kernel does not do: it takes them whole when it is asked for by name.
-template <class Params>
+// kernel does not do: it takes them whole when it is asked for by name, or when no other family has its dims (kAlone).
+template <bool kAlone, class Params>
 bool SuitsSm90(const Params& params) {
   int device = 0, major = 0, minor = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
@@ -177,7 +177,7 @@ bool SuitsSm90(const Params& params) {
       cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
     return false;
   }
-  return major == 9 && minor == 0 && KeepsKeysWhole(params) &&
+  return major == 9 && minor == 0 && (kAlone || KeepsKeysWhole(params)) &&
          std::max(RowsToCopy(params), QueryRows(params)) <= INT_MAX;
 }
 
@@ -186,7 +186,8 @@ namespace sm90 {
 template <DType kEType, DType kKv, int kHeadDim, int kValueDim, class Params>
 Kernel MakeKernel(KernelDesc desc) {
   static_assert(kKv == kEType, "quantised caches are of the sm80 family");
-  return {std::move(desc), &LaunchSm90<TraitsSm90<kEType, kHeadDim, kValueDim>, Params>, &SuitsSm90<Params>};
+  return {std::move(desc), &LaunchSm90<TraitsSm90<kEType, kHeadDim, kValueDim>, Params>,
+          &SuitsSm90<kHeadDim != kValueDim, Params>};
 }
 
 }  // namespace sm90
