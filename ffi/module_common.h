@@ -30,9 +30,9 @@ inline void DefineCommon(nb::module_& module) {
   module.def(
       "paged_plan",
       [](int64_t batch, int64_t num_tokens, int64_t uniform_q_len, int64_t num_heads, int64_t num_kv_heads,
-         int64_t value_dim, int64_t max_keys, bool batch_invariant) {
-        const PagedPlan plan = PlanPaged(
-            {batch, num_tokens, uniform_q_len, num_heads, num_kv_heads, value_dim, max_keys, batch_invariant});
+         int64_t value_dim, int64_t max_keys, bool batch_invariant, bool has_decode) {
+        const PagedPlan plan = PlanPaged({batch, num_tokens, uniform_q_len, num_heads, num_kv_heads, value_dim,
+                                          max_keys, batch_invariant, has_decode});
         nb::dict entry;
         entry["runs_decode"] = plan.runs_decode;
         entry["runs_prefill"] = plan.runs_prefill;
@@ -47,7 +47,8 @@ inline void DefineCommon(nb::module_& module) {
         return entry;
       },
       nb::kw_only(), nb::arg("batch"), nb::arg("num_tokens"), nb::arg("uniform_q_len"), nb::arg("num_heads"),
-      nb::arg("num_kv_heads"), nb::arg("value_dim"), nb::arg("max_keys"), nb::arg("batch_invariant"));
+      nb::arg("num_kv_heads"), nb::arg("value_dim"), nb::arg("max_keys"), nb::arg("batch_invariant"),
+      nb::arg("has_decode") = true);
   module.def("prefill_splits", &PrefillSplits, nb::arg("tiles"), nb::arg("blocks"), nb::kw_only(),
              nb::arg("sms") = kPrefillSms, nb::arg("parts") = kMaxPrefillParts);
   module.def("handler_calls", &HandlerCalls);

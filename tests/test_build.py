@@ -126,7 +126,7 @@ def test_targets_of_a_family(tmp_path, gpus, family, targets):
 def test_better_families_come_first():
     """A handler takes the first kernel that suits a call, and the sm80 kernels suit all."""
     names = [line.split("|")[2] for line in list_kernels()[1]]
-    better = [name for name in names if "_sm90_" in name]
+    better = [name for name in names if "_sm90_" in name and "_d192v128_" not in name]  # sm80 does not have these
     assert better
     for name in better:
         assert names.index(name) < names.index(name.replace("_sm90_", "_sm80_"))

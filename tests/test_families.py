@@ -20,6 +20,7 @@ KERNELS = [
     *(("prefill", family, "bfloat16") for family in ("sm90", "sm80")),
     ("prefill", "sm80", "int8"),
 ]
+WIDE_KERNELS = ("attention", "prefill")  # of head dim 192, values of 128: sm90 alone
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +30,16 @@ def module(monkeypatch):
         | dict(kv_dtype=kv)
         for phase, family, kv in KERNELS
     ]
+    wide = dict(family="sm90", head_dim=192, value_dim=128, dtype="bfloat16", kv_dtype="bfloat16")
+    rows += [dict(name=f"{phase}_sm90_d192v128", phase=phase) | wide for phase in WIDE_KERNELS]
     fake = ffi.Module("cuda", types.SimpleNamespace(kernels=lambda: rows), targets=frozenset(map(ffi.target, ffi.OPS)))
     monkeypatch.setattr(ffi, "load", lambda name: fake)
 
 
-def paged(kv_dtype: str, implementation: str | None):
+def paged(kv_dtype: str, implementation: str | None, dims: tuple[int, int] = (64, 64)):
     ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    cache = jax.eval_shape(lambda: ta.PagedKVCache.create(4, 2, 64, dtype=kv_dtype))
-    query = jax.ShapeDtypeStruct((3, 8, 64), jnp.bfloat16)
+    cache = jax.eval_shape(lambda: ta.PagedKVCache.create(4, 2, dims[0], value_dim=dims[1], dtype=kv_dtype))
+    query = jax.ShapeDtypeStruct((3, 8, dims[0]), jnp.bfloat16)
     call = functools.partial(ta.paged_attention, implementation=implementation)
     return ta.explain(call, query, cache, ints((2, 4)), ints((2,)), ints((3,)), platform="cuda")[0]
 
@@ -58,6 +61,22 @@ def test_a_family_without_a_kernel_is_refused():
     assert list(paged("int8", None).kernels) == ["decode_sm80_int8", "prefill_sm80_int8"]
     with pytest.raises(NotImplementedError, match="no sm90 kernel for phase prefill, head_dim 64.*kv_dtype int8"):
         paged("int8", "cuda:sm90")
+
+
+def test_without_a_decode_kernel_prefill_takes_it_all():
+    assert list(paged("bfloat16", None, (192, 128)).kernels) == ["prefill_sm90_d192v128"]
+    assert "no decode kernel for head_dim 192, value_dim 128" in paged("int8", None, (192, 128)).reason
+    with pytest.raises(NotImplementedError, match="no sm80 kernel for phase prefill, head_dim 192"):
+        paged("bfloat16", "cuda:sm80", (192, 128))
+
+
+@pytest.mark.parametrize("cards, families", [({"8.0"}, ["sm80"]), ({"9.0"}, ["sm90", "sm80"]), (set(), ["sm90", "sm80"])])
+def test_kernels_of_other_cards_are_not_offered(monkeypatch, cards, families):
+    monkeypatch.setattr(ffi, "_cards", lambda: cards)
+    assert [name.split("_")[1] for name in paged("bfloat16", None).kernels[1:]] == families
+    wide = paged("bfloat16", None, (192, 128))
+    assert wide.chosen == ("sm90" in families)
+    assert wide.chosen or wide.reason.endswith("kv_dtype bfloat16 on compute capability 8.0")
 
 
 @pytest.mark.parametrize("implementation, family", [(None, ""), ("cuda", ""), ("cuda:sm80", "sm80"), ("cuda:sm90", "sm90")])

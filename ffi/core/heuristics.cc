@@ -68,10 +68,12 @@ void PlanPrefill(const PagedShape& shape, int64_t group, PagedPlan* plan) {
 
 PagedPlan PlanPaged(const PagedShape& shape) {
   PagedPlan plan;
-  if (shape.num_tokens == 0 || shape.num_heads == 0) return plan;  // without sequences, decode writes the empty rows
+  if (shape.num_tokens == 0 || shape.num_heads == 0) return plan;  // without sequences, a kernel writes the empty rows
   const int64_t group = shape.num_heads / shape.num_kv_heads;
   plan.decode_q_len = std::max<int64_t>(1, kMaxRowTile / group);
-  if (shape.uniform_q_len > 0) {
+  if (!shape.has_decode) {
+    plan.runs_prefill = true;
+  } else if (shape.uniform_q_len > 0) {
     plan.runs_decode = shape.uniform_q_len <= plan.decode_q_len;
     plan.runs_prefill = !plan.runs_decode;
   } else {

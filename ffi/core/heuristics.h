@@ -17,6 +17,7 @@ struct PagedShape {
   int64_t value_dim = 0;      // Dv
   int64_t max_keys = 0;       // keys that a sequence can have on this rank: M * P, and those of a shared prefix
   bool batch_invariant = false;
+  bool has_decode = true;  // there is a decode kernel of these dims; else prefill takes every sequence
 };
 
 // Decode work is a flat list of (sequence, kv head, tile of rows) units over their key blocks. A part of a unit's keys

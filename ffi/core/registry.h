@@ -54,6 +54,9 @@ const std::vector<Kernel>& Kernels();
 // Whether a kernel of desc `offered` can do what is asked; an empty family in `asked` takes any.
 bool Offers(const KernelDesc& offered, const KernelDesc& asked);
 
+// Whether there is a kernel, of any family, that offers what is asked.
+bool HasKernel(const KernelDesc& asked);
+
 // The kernel for a call: the first of the family asked for, or, where no family is asked for or it has none, the first
 // that offers what is asked and suits the call. Null when there is none.
 template <class Params>

@@ -1,6 +1,9 @@
 #include "handlers/paged_operands.h"
 
 #include <string>
+
+#include "core/registry.h"
+
 namespace turboattn {
 
 KvCache ReadCache(Operands& operands, std::string_view kv_dtype, DType dtype, int64_t value_dim) {
@@ -180,11 +183,12 @@ PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache
 
 void PlanWorkspace(Operands& operands, PagedAttentionParams* params) {
   const Sequences& seqs = params->seqs;
+  const KvCache& cache = params->cache;
   if (!operands.ok()) return;
-  params->plan =
-      PlanPaged({seqs.batch, seqs.num_tokens, seqs.uniform_q_len, params->num_heads, params->cache.num_kv_heads,
-                 params->cache.value_dim, (seqs.max_pages + seqs.num_prefix_pages) * params->cache.page_size,
-                 params->batch_invariant});
+  const bool has_decode = HasKernel({Phase::kDecode, "", cache.dtype, cache.kv_dtype, cache.head_dim, cache.value_dim});
+  params->plan = PlanPaged({seqs.batch, seqs.num_tokens, seqs.uniform_q_len, params->num_heads, cache.num_kv_heads,
+                            cache.value_dim, (seqs.max_pages + seqs.num_prefix_pages) * cache.page_size,
+                            params->batch_invariant, has_decode});
   params->workspace = operands.ScratchResult(params->plan.workspace_bytes);
 }
 

@@ -136,6 +136,15 @@ def supports(spec: Spec, platform: str, family: str | None = None) -> str | None
 
 
 _ATTENTION_PHASES = ("attention", "prefill", "decode")  # of kernel_matrix.cmake: those that come in families
+_CARD = {"sm90": "9.0"}  # families that are compiled for one compute capability alone
+
+
+def _cards() -> set[str]:
+    """Compute capabilities of this host's GPUs; without any, programs are for another host."""
+    try:
+        return {device.compute_capability for device in jax.devices("cuda")}
+    except RuntimeError:
+        return set()
 
 
 def _asked(spec: Spec, platform: str) -> list[dict[str, Any]]:
@@ -153,18 +162,33 @@ def _asked(spec: Spec, platform: str) -> list[dict[str, Any]]:
         return [dict(phase="gather", **dims, dtype=spec.out_dtype, kv_dtype=spec.kv_dtype)]
     if spec.op != "paged_attention":
         return [dict(phase="attention", **dims, dtype=spec.dtype, kv_dtype=spec.dtype)]
-    # On CUDA the lengths decide, on the device. One CPU kernel serves both.
-    phases = ("decode", "prefill") if platform == "cuda" else ("prefill",)
-    return [dict(phase=phase, **dims, dtype=spec.dtype, kv_dtype=spec.kv_dtype) for phase in phases]
+    prefill = dict(phase="prefill", **dims, dtype=spec.dtype, kv_dtype=spec.kv_dtype)
+    if platform == "cpu":  # one kernel serves both
+        return [prefill]
+    # The lengths decide, on the device. Prefill takes all of them where there is no decode kernel.
+    decode = prefill | dict(phase="decode")
+    return [decode, prefill] if _has_decode(spec) or not _offered(prefill, platform, None) else [prefill]
+
+
+def _has_decode(spec: AttnSpec) -> bool:
+    dims = dict(head_dim=spec.head_dim, value_dim=spec.value_dim)
+    return bool(_offered(dict(phase="decode", **dims, dtype=spec.dtype, kv_dtype=spec.kv_dtype), "cuda", None))
 
 
 def _offered(asked: dict[str, Any], platform: str, family: str | None) -> list[dict[str, Any]]:
     """The kernels among which the handler finds one, best first: as FindKernel in ffi/core/registry.h.
 
-    A family that is named is that of the phases which have it; the first kernel of it takes the call.
+    A family that is named is that of the phases which have it; the first kernel of it takes the call. What no GPU of
+    this host runs is left out.
     """
     kernels = load(platform).module.kernels()
-    found = [kernel for kernel in kernels if all(kernel[name] in (None, x) for name, x in asked.items())]
+    cards = _cards() if platform == "cuda" else set()
+    found = [
+        kernel
+        for kernel in kernels
+        if all(kernel[name] in (None, x) for name, x in asked.items())
+        and (not cards or _CARD.get(kernel["family"]) in {None, *cards})
+    ]
     return [kernel for kernel in found if kernel["family"] == family][:1] or found
 
 
@@ -176,6 +200,7 @@ def kernels(spec: Spec, platform: str, family: str | None = None) -> tuple[str, 
 def _cuda_missing(spec: Spec, family: str | None) -> str | None:
     """Why the CUDA module has no kernel for `spec`: what its table of kernels does not offer."""
     attn = spec.attn if isinstance(spec, StepSpec) else spec
+    here = f" on compute capability {' and '.join(sorted(_cards()))}" if _cards() else ""
     if isinstance(attn, AttnSpec) and attn.shared_value:
         return "the CUDA attention kernels have no MLA (values that are columns of the keys)"
     for asked in _asked(spec, "cuda"):
@@ -183,11 +208,11 @@ def _cuda_missing(spec: Spec, family: str | None) -> str | None:
         if asked.get("head_dim", 0) % 8 or (phase != "merge" and asked.get("value_dim", 0) % 8):
             return f"the CUDA kernels take rows of a multiple of 8 elements, not {said}"
         if not _offered(asked, "cuda", None):
-            return f"the CUDA module has no {phase} kernel for {said}"
+            return f"the CUDA module has no {phase} kernel for {said}{here}"
     phases = [asked for asked in _asked(spec, "cuda") if asked["phase"] in _ATTENTION_PHASES]
     if family and phases and not any(_offered(asked, "cuda", family)[0]["family"] == family for asked in phases):
         said = ", ".join(f"{name} {x}" for name, x in phases[-1].items())
-        return f"the CUDA module has no {family} kernel for {said}"
+        return f"the CUDA module has no {family} kernel for {said}{here}"
     return None
 
 
@@ -264,6 +289,7 @@ def _workspace_bytes(spec: Spec, named: dict[str, Any]) -> int:
         value_dim=attn.value_dim,
         max_keys=(columns + prefix) * attn.page_size,
         batch_invariant=attn.batch_invariant,
+        has_decode=_has_decode(attn),
     )
     return plan["workspace_bytes"]
 

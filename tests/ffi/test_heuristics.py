@@ -115,6 +115,12 @@ def test_nothing_to_do(empty):
     assert not found["runs_decode"] and not found["runs_prefill"] and found["workspace_bytes"] == 0
 
 
+def test_prefill_takes_every_sequence_without_a_decode_kernel():
+    for sizes in (dict(), dict(uniform_q_len=1), dict(batch_invariant=True), dict(num_tokens=80)):
+        found = plan(**dict(batch=64, num_tokens=64, has_decode=False) | sizes)
+        assert found["runs_prefill"] and not found["runs_decode"] and not found["decode_appends"]
+
+
 def test_rows_without_sequences_are_written_by_decode():
     assert plan(batch=0, num_tokens=7)["runs_decode"]
 

@@ -221,6 +221,9 @@ __device__ void WgmmaShared(float (&d)[kN / 8][4], uint64_t a, uint64_t b, int a
 // d += a b, 64 x kN x 16: a in registers, b in shared memory, MN-major.
 template <class E, int kN>
 __device__ void WgmmaRegisters(float (&d)[kN / 8][4], const uint32_t (&a)[4], uint64_t b);
+// d = a b^T (+ d when accumulate != 0), 64 x kN x 16: a in registers, b in shared memory, K-major.
+template <class E, int kN>
+__device__ void WgmmaRegistersByRows(float (&d)[kN / 8][4], const uint32_t (&a)[4], uint64_t b, int accumulate);
 
 // clang-format off
 // kN / 2 accumulator registers a thread, then the other operands.
@@ -234,6 +237,12 @@ __device__ void WgmmaRegisters(float (&d)[kN / 8][4], const uint32_t (&a)[4], ui
 #define TA_REGS_32 \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TA_REGS_64 \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define TA_REGS_96 \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 #define TA_WGMMA_SHARED(E, TYPE, N, REGS, A, B, P, ...)                                                       \
   template <>                                                                                                 \
@@ -255,21 +264,40 @@ __device__ void WgmmaRegisters(float (&d)[kN / 8][4], const uint32_t (&a)[4], ui
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                                         \
                  : "memory");                                                                                 \
   }
+#define TA_WGMMA_REGISTERS_BY_ROWS(E, TYPE, N, REGS, A, B, P, ...)                                            \
+  template <>                                                                                                 \
+  __device__ __forceinline__ void WgmmaRegistersByRows<E, N>(float (&d)[N / 8][4], const uint32_t (&a)[4],    \
+                                                             uint64_t b, int accumulate) {                    \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N           \
+                 "k16.f32." TYPE "." TYPE " {" REGS "}, {" A "}, " B ", p, 1, 1, 0;\n}"                       \
+                 : __VA_ARGS__                                                                                \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)                        \
+                 : "memory");                                                                                 \
+  }
 
+TA_WGMMA_SHARED(bf16, "bf16", 64, TA_REGS_0, "%32", "%33", "%34", TA_ACC32(d, 0))
+TA_WGMMA_SHARED(fp16, "f16", 64, TA_REGS_0, "%32", "%33", "%34", TA_ACC32(d, 0))
 TA_WGMMA_SHARED(bf16, "bf16", 128, TA_REGS_0 ", " TA_REGS_32, "%64", "%65", "%66", TA_ACC32(d, 0), TA_ACC32(d, 8))
 TA_WGMMA_SHARED(fp16, "f16", 128, TA_REGS_0 ", " TA_REGS_32, "%64", "%65", "%66", TA_ACC32(d, 0), TA_ACC32(d, 8))
 TA_WGMMA_REGISTERS(bf16, "bf16", 64, TA_REGS_0, "%32, %33, %34, %35", "%36", TA_ACC32(d, 0))
 TA_WGMMA_REGISTERS(fp16, "f16", 64, TA_REGS_0, "%32, %33, %34, %35", "%36", TA_ACC32(d, 0))
 TA_WGMMA_REGISTERS(bf16, "bf16", 128, TA_REGS_0 ", " TA_REGS_32, "%64, %65, %66, %67", "%68", TA_ACC32(d, 0), TA_ACC32(d, 8))
 TA_WGMMA_REGISTERS(fp16, "f16", 128, TA_REGS_0 ", " TA_REGS_32, "%64, %65, %66, %67", "%68", TA_ACC32(d, 0), TA_ACC32(d, 8))
+TA_WGMMA_REGISTERS(bf16, "bf16", 256, TA_REGS_0 ", " TA_REGS_32 ", " TA_REGS_64 ", " TA_REGS_96, "%128, %129, %130, %131", "%132", TA_ACC32(d, 0), TA_ACC32(d, 8), TA_ACC32(d, 16), TA_ACC32(d, 24))
+TA_WGMMA_REGISTERS(fp16, "f16", 256, TA_REGS_0 ", " TA_REGS_32 ", " TA_REGS_64 ", " TA_REGS_96, "%128, %129, %130, %131", "%132", TA_ACC32(d, 0), TA_ACC32(d, 8), TA_ACC32(d, 16), TA_ACC32(d, 24))
+TA_WGMMA_REGISTERS_BY_ROWS(bf16, "bf16", 64, TA_REGS_0, "%32, %33, %34, %35", "%36", "%37", TA_ACC32(d, 0))
+TA_WGMMA_REGISTERS_BY_ROWS(fp16, "f16", 64, TA_REGS_0, "%32, %33, %34, %35", "%36", "%37", TA_ACC32(d, 0))
 // clang-format on
 
 #undef TA_WGMMA_SHARED
 #undef TA_WGMMA_REGISTERS
+#undef TA_WGMMA_REGISTERS_BY_ROWS
 #undef TA_ACC8
 #undef TA_ACC32
 #undef TA_REGS_0
 #undef TA_REGS_32
+#undef TA_REGS_64
+#undef TA_REGS_96
 
 }  // namespace turboattn
 

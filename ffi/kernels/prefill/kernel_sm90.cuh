@@ -87,7 +87,7 @@ __device__ SplitSm90 ChooseSplits(const PagedAttentionParams& params, const Sche
   const int64_t all = tiles * KvHeadsOf(params);
   const int splits = PrefillSplits(all, blocks, schedule.sms, schedule.parts);
   if (blockIdx.x == 0 && threadIdx.x % kWarp == 0) {
-    *SplitWorkspace<Traits::kRows, Traits::kDim>(params).header = {splits > 1 ? static_cast<int>(all) : 0, splits};
+    *SplitWorkspace<Traits::kRows, Traits::kValueDim>(params).header = {splits > 1 ? static_cast<int>(all) : 0, splits};
   }
   if (splits == 1) return {schedule.items, 1, 0};
   return {blockIdx.x < schedule.sms ? all * splits : 0, splits, static_cast<int>(tiles)};
@@ -186,7 +186,7 @@ struct TileWalkSm90 {
     tile->begin = static_cast<int>(Divide(total * place, split.splits));
     tile->end = static_cast<int>(Divide(total * (place + 1), split.splits));
     if (place == 0) {
-      SplitWorkspace<kRows, Traits::kDim>(args.params).info[number] = {
+      SplitWorkspace<kRows, Traits::kValueDim>(args.params).info[number] = {
           static_cast<int>(tile->b), static_cast<int>(tile->head), static_cast<int>(tile->first_row), tile->num_rows};
     }
   }
@@ -209,7 +209,7 @@ template <class Traits, class Params>
 __device__ __forceinline__ void StoreRows(const Params& params, const TileSm90<Traits>& tile,
                                           const ConsumerSm90<Traits, Params>& consumer) {
   using E = typename Traits::E;
-  constexpr int kDim = Traits::kDim;
+  constexpr int kDim = Traits::kValueDim;
   const TileRows<Traits::kRows>& rows = tile.rows;
   const int column = threadIdx.x % 4;
 #pragma unroll
@@ -253,7 +253,7 @@ __device__ __forceinline__ void StoreRows(const Params& params, const TileSm90<T
 template <class Traits>
 __device__ __forceinline__ void StorePart(const PagedAttentionParams& params, const TileSm90<Traits>& tile,
                                           const ConsumerSm90<Traits, PagedAttentionParams>& consumer) {
-  constexpr int kRows = Traits::kRows, kDim = Traits::kDim;
+  constexpr int kRows = Traits::kRows, kDim = Traits::kValueDim;
   float* const part = SplitWorkspace<kRows, kDim>(params).Part(tile.part);
   const int column = threadIdx.x % 4;
 #pragma unroll

@@ -40,8 +40,9 @@ cudaError_t LaunchSm80(const Params& params, cudaStream_t stream) {
 
 namespace sm80 {
 
-template <DType kEType, DType kKv, int kHeadDim, class Params>
+template <DType kEType, DType kKv, int kHeadDim, int kValueDim, class Params>
 Kernel MakeKernel(KernelDesc desc) {
+  static_assert(kHeadDim == kValueDim);
   return {std::move(desc), &LaunchSm80<TraitsSm80<kEType, kKv, kHeadDim>, Params>};
 }
 

@@ -62,10 +62,11 @@ cudaError_t EncodeQuery(const Params& params, CUtensorMap* map) {
                          {64, static_cast<int>(group), 1, static_cast<int>(Traits::kRows / group)});
 }
 
-// An empty array may have no address; any will do.
+// An array of rows of `dim` elements. An empty one may have no address; any will do.
 template <class Traits>
-cudaError_t EncodeKeys(const LinearAttentionParams& params, const void* array, CUtensorMap* map, int* box_keys) {
-  const int64_t kv_heads = params.num_kv_heads, dim = Traits::kDim, batch = params.ragged ? 1 : params.batch;
+cudaError_t EncodeKeys(const LinearAttentionParams& params, const void* array, int64_t dim, CUtensorMap* map,
+                       int* box_keys) {
+  const int64_t kv_heads = params.num_kv_heads, batch = params.ragged ? 1 : params.batch;
   const int64_t keys = std::max<int64_t>(params.num_keys, 1);
   *box_keys = Traits::kKeys;
   return EncodeTensorMap(map, Traits::kDType, array != nullptr ? array : params.query, {dim, kv_heads, keys, batch},
@@ -73,9 +74,10 @@ cudaError_t EncodeKeys(const LinearAttentionParams& params, const void* array, C
 }
 
 template <class Traits>
-cudaError_t EncodeKeys(const PagedAttentionParams& params, const void* array, CUtensorMap* map, int* box_keys) {
+cudaError_t EncodeKeys(const PagedAttentionParams& params, const void* array, int64_t dim, CUtensorMap* map,
+                       int* box_keys) {
   const KvCache& cache = params.cache;
-  const int64_t bytes = Traits::kStoredBytes, elements = Traits::kQuantised ? bytes : Traits::kDim;  // of a row
+  const int64_t bytes = RowBytes(Traits::kKvDType, dim), elements = Traits::kQuantised ? bytes : dim;  // of a row
   int box = 8;  // the largest power of two that divides both
   while (box < cache.page_size && Traits::kKeys % (2 * box) == 0) box *= 2;
   *box_keys = box;
@@ -103,7 +105,7 @@ ScheduleSm90 MakeSchedule(const Params& params, bool in_pairs, int64_t blocks) {
   schedule.in_pairs = in_pairs;
   schedule.items = in_pairs ? (tiles / batch + 1) / 2 * batch * heads : tiles * heads;
   schedule.blocks = std::min(blocks, schedule.items);
-  const int64_t head_bytes = std::max<int64_t>(MaxKeysOf(params), 1) * Traits::kDim * 4;
+  const int64_t head_bytes = std::max<int64_t>(MaxKeysOf(params), 1) * (Traits::kDim + Traits::kValueDim) * 2;
   schedule.section = std::max<int64_t>(kSectionBytes / head_bytes, 1);
   return schedule;
 }
@@ -138,13 +140,15 @@ cudaError_t LaunchScheduled(const Params& params, const ScheduleSm90& schedule, 
   args.schedule = schedule;
   args.query_by_copy = Traits::kRows % (params.num_heads / KvHeadsOf(params)) == 0;
   cudaError_t error = args.query_by_copy ? EncodeQuery<Traits>(params, &args.query) : cudaSuccess;
-  if (error == cudaSuccess) error = EncodeKeys<Traits>(params, KeyArray(params), &args.key, &args.box_keys);
-  if (error == cudaSuccess) error = EncodeKeys<Traits>(params, ValueArray(params), &args.value, &args.box_keys);
+  if (error == cudaSuccess)
+    error = EncodeKeys<Traits>(params, KeyArray(params), Traits::kDim, &args.key, &args.box_keys);
+  if (error == cudaSuccess)
+    error = EncodeKeys<Traits>(params, ValueArray(params), Traits::kValueDim, &args.value, &args.box_keys);
   if (error != cudaSuccess) return error;
   if (schedule.blocks > INT_MAX) return cudaErrorInvalidConfiguration;
   constexpr int kBytes = sizeof(SharedSm90<Traits>);
   static_assert(kBytes <= 227 * 1024);
-  static_assert(Traits::kRows <= PrefillRowsSm90(Traits::kDim), "the plan sizes the workspace");
+  static_assert(Traits::kRows <= PrefillRowsSm90(Traits::kValueDim), "the plan sizes the workspace");
   const auto kernel = &PrefillSm90<Traits, Params>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
@@ -191,9 +195,9 @@ bool SuitsSm90(const Params& params) {
 
 namespace sm90 {
 
-template <DType kEType, DType kKv, int kHeadDim, class Params>
+template <DType kEType, DType kKv, int kHeadDim, int kValueDim, class Params>
 Kernel MakeKernel(KernelDesc desc) {
-  return {std::move(desc), &LaunchSm90<TraitsSm90<kEType, kKv, kHeadDim>, Params>, &SuitsSm90<Params>};
+  return {std::move(desc), &LaunchSm90<TraitsSm90<kEType, kKv, kHeadDim, kValueDim>, Params>, &SuitsSm90<Params>};
 }
 
 }  // namespace sm90

@@ -100,7 +100,7 @@ struct SharedSm90 {
   static constexpr int kTiles = 2;
   alignas(1024) E query[Traits::kRows * Traits::kDim];  // panels of 64 columns: see ptx_sm90.cuh
   alignas(1024) E key[Traits::kStages][Traits::kKeys * Traits::kDim];
-  alignas(1024) E value[Traits::kStages][Traits::kKeys * Traits::kDim];
+  alignas(1024) E value[Traits::kStages][Traits::kKeys * Traits::kValueDim];
   CodeRingSm90<Traits> codes;
   uint64_t query_full, query_empty;
   uint64_t key_full[Traits::kStages], key_empty[Traits::kStages];
@@ -241,6 +241,7 @@ struct ProducerSm90 {
     uint64_t* const full = values ? &shared.value_full[slot.index] : &shared.key_full[slot.index];
     const CUtensorMap* const map = values ? &args.value : &args.key;
     const uint32_t to = SharedAddress(values ? shared.value[slot.index] : shared.key[slot.index]);
+    const int panels = values ? Traits::kValuePanels : Traits::kPanels, bytes = panels * kKeys * 128;
     const int first_key = tile.blocks.FirstKey(block);
     int page = kNoPage;
     if constexpr (kPaged) page = NextPage(tile, block);
@@ -250,21 +251,21 @@ struct ProducerSm90 {
       const uint32_t mapped = MappedGroups(page);
       if (lane == 0) {
         if (!values) shared.mapped[slot.index] = mapped;
-        ArriveExpecting(full, Traits::kTileBytes);
+        ArriveExpecting(full, bytes);
       }
       __syncwarp();
       if (lane * args.box_keys < kKeys) {
         const int first_slot = FirstSlot(tile, block);
-        for (int panel = 0; panel < Traits::kPanels; ++panel) {
+        for (int panel = 0; panel < panels; ++panel) {
           CopyBox4(to + (panel * kKeys + lane * args.box_keys) * 128, map, full, panel * 64, first_slot,
                    static_cast<int>(tile.head), page);
         }
       }
     } else if (lane == 0) {
-      ArriveExpecting(full, Traits::kTileBytes);
+      ArriveExpecting(full, bytes);
       const bool ragged = args.params.ragged;
       const int64_t first = ragged ? ClampRange(args.params.kv_ranges, tile.b, args.params.num_keys).lo : 0;
-      for (int panel = 0; panel < Traits::kPanels; ++panel) {
+      for (int panel = 0; panel < panels; ++panel) {
         CopyBox4(to + panel * kKeys * 128, map, full, panel * 64, static_cast<int>(tile.head),
                  static_cast<int>(first + first_key), ragged ? 0 : static_cast<int>(tile.b));
       }
@@ -278,7 +279,7 @@ struct ProducerSm90 {
     WaitBarrier(&shared.query_empty, query_parity, kQueryEmpty);
     query_parity ^= 1u;
     if (lane == 0) {
-      ArriveExpecting(&shared.query_full, Traits::kQueryBytes);
+      ArriveExpecting(&shared.query_full, sizeof(shared.query));
       const int64_t token = tile.view.first_token + Divide(tile.first_row, GroupOf(args.params));
       for (int panel = 0; panel < Traits::kPanels; ++panel) {
         CopyBox4(SharedAddress(shared.query) + panel * Traits::kRows * 128, &args.query, &shared.query_full, panel * 64,
@@ -310,8 +311,9 @@ template <class Traits, class Params>
 struct ConsumerSm90 {
   using E = typename Traits::E;
   using Shared = SharedSm90<Traits>;
-  static constexpr int kKeys = Traits::kKeys, kDim = Traits::kDim, kStages = Traits::kStages;
-  static constexpr int kConsumers = Traits::kConsumers;
+  static constexpr int kKeys = Traits::kKeys, kDim = Traits::kDim, kValueDim = Traits::kValueDim;
+  static constexpr int kStages = Traits::kStages, kConsumers = Traits::kConsumers;
+  static constexpr int kSteps = kDim / 16, kQuerySteps = Traits::kQuerySteps;  // of the first product
   static constexpr uint32_t kAllMapped = ProducerSm90<Traits, Params>::kAllMapped;
   static constexpr bool kPaged = std::is_same_v<Params, PagedAttentionParams>;
   static constexpr float kSlack = 8.f;   // in exponents of 2: probabilities up to 256, far inside E
@@ -330,9 +332,10 @@ struct ConsumerSm90 {
   uint32_t query_parity = 0;
 
   // Rows Row(0) and Row(1) of the tile.
-  float o[kDim / 8][4];
+  float o[kValueDim / 8][4];
   float s[kKeys / 8][4];
   uint32_t p[kKeys / 16][4];
+  uint32_t q[kQuerySteps > 0 ? kQuerySteps : 1][4];  // the query's columns of some steps: see InRegisters
   float max[2];  // origin of the exponents, in x (see ScoreRule): within kSlack of the maximum
   float sum[2];  // this thread's columns only
   float alpha[2];
@@ -361,6 +364,22 @@ struct ConsumerSm90 {
     ArriveNamed(kTurnBarrier + next, 2 * kWarpgroup);
   }
 
+  // ---- the query's fragments that stay in registers
+
+  // kQuerySteps of the kSteps steps, evenly spread.
+  __device__ static constexpr int QueryStep(int k) { return k * kQuerySteps / kSteps; }
+  __device__ static constexpr bool InRegisters(int k) { return QueryStep(k + 1) != QueryStep(k); }
+
+  __device__ __forceinline__ void LoadQueryFragments() {
+    const int row = 64 * warpgroup + thread / kWarp * 16 + lane % 16;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (!InRegisters(k)) continue;
+      LoadMatrix4(q[QueryStep(k)],
+                  SharedAddress(shared.query + PanelIndex<Traits::kRows>(row, 16 * k + lane / 16 * kChunk)));
+    }
+  }
+
   // ---- the products: issued, not waited for
 
   __device__ __forceinline__ void IssueScores() {
@@ -368,10 +387,16 @@ struct ConsumerSm90 {
     const uint64_t keys = TileDescriptor(SharedAddress(shared.key[key_slot.index]), 0);
     WgmmaFence();
 #pragma unroll
-    for (int k = 0; k < kDim / 16; ++k) {
+    for (int k = 0; k < kSteps; ++k) {
       const int panel = k / 4, column = k % 4 * 32;
-      WgmmaShared<E, kKeys>(s, MoveDescriptor(query, panel * Traits::kRows * 128 + column),
-                            MoveDescriptor(keys, panel * kKeys * 128 + column), k > 0);
+      const uint64_t some_keys = MoveDescriptor(keys, panel * kKeys * 128 + column);
+      if constexpr (kQuerySteps > 0) {
+        if (InRegisters(k)) {
+          WgmmaRegistersByRows<E, kKeys>(s, q[QueryStep(k)], some_keys, k > 0);
+          continue;
+        }
+      }
+      WgmmaShared<E, kKeys>(s, MoveDescriptor(query, panel * Traits::kRows * 128 + column), some_keys, k > 0);
     }
     WgmmaCommit();
   }
@@ -380,7 +405,7 @@ struct ConsumerSm90 {
     const uint64_t values = TileDescriptor(SharedAddress(shared.value[value_slot.index]), kKeys * 128);
     WgmmaFence();
 #pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) WgmmaRegisters<E, kDim>(o, p[k], MoveDescriptor(values, k * 2048));
+    for (int k = 0; k < kKeys / 16; ++k) WgmmaRegisters<E, kValueDim>(o, p[k], MoveDescriptor(values, k * 2048));
     WgmmaCommit();
   }
 
@@ -539,7 +564,7 @@ struct ConsumerSm90 {
   __device__ __forceinline__ void Rescale() {
     if (!moved) return;
 #pragma unroll
-    for (int d = 0; d < kDim / 8; ++d) {
+    for (int d = 0; d < kValueDim / 8; ++d) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) o[d][e] *= alpha[e / 2];
     }
@@ -561,7 +586,7 @@ struct ConsumerSm90 {
     const uint4* const tile = reinterpret_cast<const uint4*>(shared.value[slot.index]);
     uint32_t sums[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int i = thread; i < kKeys * Traits::kChunks; i += kWarpgroup) {
+    for (int i = thread; i < kKeys * kValueDim / kChunk; i += kWarpgroup) {
       const uint4 x = tile[i];
       sums[0] = MultiplyAddPairs<E>(x.x, 0, sums[0]);
       sums[1] = MultiplyAddPairs<E>(x.y, 0, sums[1]);
@@ -574,7 +599,7 @@ struct ConsumerSm90 {
   __device__ __forceinline__ bool SeesNonFinite(RunRange seen, int first_key) const {
     const uint4* const tile = reinterpret_cast<const uint4*>(shared.value[value_slot.index]);
     bool found = false;
-    for (int i = thread; i < kKeys * Traits::kChunks; i += kWarpgroup) {
+    for (int i = thread; i < kKeys * kValueDim / kChunk; i += kWarpgroup) {
       const int key = i / 8 % kKeys;  // panels follow each other
       if (seen.Holds(first_key + key)) found = found || HasNonFinite<E>(tile[i]);
     }
@@ -595,7 +620,7 @@ struct ConsumerSm90 {
         for (int half = 0; half < 2; ++half) {
           if (!Sees(*rows, Row(half), block, key)) continue;
 #pragma unroll
-          for (int d = 0; d < kDim / 8; ++d) {
+          for (int d = 0; d < kValueDim / 8; ++d) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
               const float v = ToFloat(tile[PanelIndex<kKeys>(key, 8 * d + lane % 4 * 2 + e)]);
@@ -606,7 +631,7 @@ struct ConsumerSm90 {
       }
       SyncNamed(kAllBarrier, kConsumers * kWarpgroup);
     }
-    for (int i = warpgroup * kWarpgroup + thread; i < kKeys * kDim; i += kConsumers * kWarpgroup) {
+    for (int i = warpgroup * kWarpgroup + thread; i < kKeys * kValueDim; i += kConsumers * kWarpgroup) {
       if (!IsFinite(ToFloat(tile[i]))) tile[i] = E{0};
     }
     FenceAsyncProxy();
@@ -658,7 +683,7 @@ struct ConsumerSm90 {
   // tile.rows is filled in.
   __device__ __forceinline__ void Run(const TileSm90<Traits>& tile) {
 #pragma unroll
-    for (int d = 0; d < kDim / 8; ++d) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0.f;
+    for (int d = 0; d < kValueDim / 8; ++d) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0.f;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       max[half] = -Infinity();
@@ -673,6 +698,7 @@ struct ConsumerSm90 {
       LoadQueryRows(tile);
     }
     if (const QueryPrologue* prologue = PrologueOf(params)) ApplyPrologueToRows(*prologue, tile);
+    if constexpr (kQuerySteps > 0) LoadQueryFragments();
     WaitKeys();
     IssueScores();
     State state = StateOf(tile, block);

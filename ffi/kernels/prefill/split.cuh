@@ -55,7 +55,7 @@ template <class Traits>
 __global__ void __launch_bounds__(kMergeWarps* kWarp) MergeSplits(const __grid_constant__ PagedAttentionParams params) {
   constexpr int kRows = Traits::kRows;
   WaitForPrerequisites();
-  const SplitWorkspace<kRows, Traits::kDim> workspace(params);
+  const SplitWorkspace<kRows, Traits::kValueDim> workspace(params);
   const int tiles = workspace.header->tiles, splits = workspace.header->splits, group = GroupOf(params);
   for (int64_t item = blockIdx.x * kMergeWarps + threadIdx.x / kWarp; item < static_cast<int64_t>(tiles) * kRows;
        item += static_cast<int64_t>(gridDim.x) * kMergeWarps) {
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kMergeWarps* kWarp) MergeSplits(const __grid_c
     const TileInfo info = workspace.info[tile];
     if (row >= info.rows) continue;
     const int r = info.first_row + row, i = r / group;
-    MergeParts<typename Traits::E, Traits::kDim>(
+    MergeParts<typename Traits::E, Traits::kValueDim>(
         params, splits, [&](int split) { return workspace.Row(tile * splits + split, row); },
         QueryRange(params.seqs, info.b).lo + i, info.head * group + (r - i * group));
   }

@@ -32,21 +32,42 @@ struct TilesSm80<256> {
 
 // sm90: a producer warpgroup and kConsumers warpgroups of 64 rows each, one block an SM. Query tile and ring must stay
 // below 227 KB less some 14 KB of bookkeeping.
-template <int kHeadDim>
+template <int kDim, int kValueDim>
 struct TilesSm90;
 
 template <>
-struct TilesSm90<64> {
-  static constexpr int kConsumers = 3;  // 2, with 128 or 192 keys, were 5 to 15 % slower on an H100
-  static constexpr int kKeys = 128;     // a block
-  static constexpr int kStages = 3;     // of K, and as many of V
+struct TilesSm90<64, 64> {
+  static constexpr int kConsumers = 3;   // 2, with 128 or 192 keys, were 5 to 15 % slower on an H100
+  static constexpr int kKeys = 128;      // a block
+  static constexpr int kStages = 3;      // of K, and as many of V
+  static constexpr int kQuerySteps = 0;  // steps of 16 columns of the query that stay in registers
 };
 
 template <>
-struct TilesSm90<128> {
+struct TilesSm90<128, 128> {
   static constexpr int kConsumers = 2;
   static constexpr int kKeys = 128;  // 160 and 176 were 3 to 15 % slower
   static constexpr int kStages = 2;
+  static constexpr int kQuerySteps = 0;
+};
+
+// MLA before its values are absorbed.
+template <>
+struct TilesSm90<192, 128> {
+  static constexpr int kConsumers = 2;
+  static constexpr int kKeys = 128;
+  static constexpr int kStages = 2;  // 208 KB with the query tile
+  static constexpr int kQuerySteps = 0;
+};
+
+// 64 rows of output are 128 registers a thread, which leaves room for 64 keys. A product of 64 x 64 x 16 from shared
+// memory reads 4 KB in its 32 cycles, all that shared memory gives, and copies write besides: hence the query steps.
+template <>
+struct TilesSm90<256, 256> {
+  static constexpr int kConsumers = 2;
+  static constexpr int kKeys = 64;  // 80 were 3 to 11 % slower on an H200
+  static constexpr int kStages = 2;
+  static constexpr int kQuerySteps = 4;  // 0 and 6 were 1 to 11 % slower, 7 and 8 0 to 4 %
 };
 
 }  // namespace turboattn::prefill

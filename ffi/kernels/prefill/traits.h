@@ -15,7 +15,7 @@ struct TraitsSm80 {
   using Tiles = TilesSm80<kHeadDim>;
   static constexpr DType kKvDType = kKv;
   static constexpr bool kQuantised = IsQuantised(kKv);
-  static constexpr int kDim = kHeadDim;
+  static constexpr int kDim = kHeadDim, kValueDim = kHeadDim;
   static constexpr int kRows = Tiles::kRows;
   static constexpr int kKeys = Tiles::kKeys;
   static constexpr int kStages = Tiles::kStages;
@@ -31,31 +31,33 @@ struct TraitsSm80 {
   static_assert(kKeys / 8 <= 16, "a block's mapped groups are 16 bits of a queue");
 };
 
-template <DType kEType, DType kKv, int kHeadDim>
+template <DType kEType, DType kKv, int kHeadDim, int kValueHeadDim>
 struct TraitsSm90 {
   using E = Element<kEType>;
-  using Tiles = TilesSm90<kHeadDim>;
+  using Tiles = TilesSm90<kHeadDim, kValueHeadDim>;
   static constexpr DType kDType = kEType;
   static constexpr DType kKvDType = kKv;
   static constexpr bool kQuantised = IsQuantised(kKv);
-  static constexpr int kDim = kHeadDim;
+  static constexpr int kDim = kHeadDim;  // of queries and keys
+  static constexpr int kValueDim = kValueHeadDim;
   static constexpr int kConsumers = kQuantised ? 2 : Tiles::kConsumers;  // registers of a third are the converters'
   static constexpr int kRows = 64 * kConsumers;
   static constexpr int kKeys = Tiles::kKeys;
   static constexpr int kStages = Tiles::kStages;
+  static constexpr int kQuerySteps = Tiles::kQuerySteps;
   static constexpr int kThreads = 128 * (kConsumers + 1 + kQuantised);
   static constexpr int kChunks = kDim / kChunk;  // 16-byte chunks of a row
   static constexpr int kPanels = kDim / 64;      // a tensor copy with the 128-byte swizzle takes 64 columns
-  static constexpr int kQueryBytes = kRows * kDim * 2;
-  static constexpr int kTileBytes = kKeys * kDim * 2;
-  static constexpr int kStoredBytes = static_cast<int>(RowBytes(kKv, kDim));  // of a stored row
+  static constexpr int kValuePanels = kValueDim / 64;
+  static constexpr int kStoredBytes = static_cast<int>(RowBytes(kKv, kDim));  // of a stored row; of quantised ones
   static constexpr int kCodeStages = kStoredBytes == 128 ? 3 : 4;             // tiles of codes, of K and V in turn
   // 65,536 registers an SM.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConverterRegisters = 72;
   static constexpr int kConsumerRegisters = kQuantised ? 200 : kConsumers == 2 ? 232 : 160;
-  static_assert(kKv == kEType || IsQuantised(kKv));
-  static_assert(kConsumers >= 2 && kConsumers <= 3 && kDim % 64 == 0 && kKeys % 16 == 0 && kKeys <= 256);
+  static_assert(kKv == kEType || (IsQuantised(kKv) && kDim == kValueDim));
+  static_assert(kConsumers >= 2 && kConsumers <= 3 && kDim % 64 == 0 && kValueDim % 64 == 0);
+  static_assert(kKeys % 16 == 0 && kKeys <= 256);
 };
 
 }  // namespace turboattn::prefill
