@@ -25,10 +25,10 @@ class Candidate:
       reason: None when it has a kernel for the call, else why not.
       chosen: whether the call would take it.
       kernels: names of the compiled kernels that it may launch, as `kernels()` lists them. Of prefill and decode the
-        lengths take one or both, and a step of few tokens appends inside decode. Of several families of one phase the
-        first takes what suits it on cards that it is compiled for (sm90: compute capability 9.0, and calls that need
-        not cut keys in parts), the last the rest. Empty when there is a reason, and for "pallas" and "xla", which have
-        none.
+        lengths take one or both (prefill all, where there is no decode kernel), and a step of few tokens appends inside
+        decode. Of several families of one phase the first takes what suits it on cards that it is compiled for (sm90:
+        compute capability 9.0), the last the rest; what no GPU of this host runs is left out. Empty when there is a
+        reason, and for "pallas" and "xla", which have none.
     """
 
     op: str

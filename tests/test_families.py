@@ -34,6 +34,7 @@ def module(monkeypatch):
     rows += [dict(name=f"{phase}_sm90_d192v128", phase=phase) | wide for phase in WIDE_KERNELS]
     fake = ffi.Module("cuda", types.SimpleNamespace(kernels=lambda: rows), targets=frozenset(map(ffi.target, ffi.OPS)))
     monkeypatch.setattr(ffi, "load", lambda name: fake)
+    monkeypatch.setattr(ffi, "_cards", set)
 
 
 def paged(kv_dtype: str, implementation: str | None, dims: tuple[int, int] = (64, 64)):
