@@ -55,28 +55,20 @@ __device__ __forceinline__ void StoreFour(void* out, DType out_dtype, int64_t el
   }
 }
 
-// A sequence's share of the flat list.
-struct Share {
-  int64_t units;    // kv heads x tiles of rows
-  int blocks;       // of a unit, at least 1
-  int part_blocks;  // of a part; 0: parts are cut by the grid
-  __device__ int parts() const { return part_blocks == 0 ? blocks : (blocks + part_blocks - 1) / part_blocks; }
-  // Length in the list: blocks, or parts when these are fixed.
-  __device__ int64_t cost() const { return units * parts(); }
-};
-
+// The share of sequence b, whose `view` and `list` go to the caller too.
 template <int kRows>
-__device__ Share ShareOf(const PagedAttentionParams& params, int64_t b) {
+__device__ Share ShareOf(const PagedAttentionParams& params, int64_t b, SequenceView* view,
+                         BlockList<kDecodeKeys>* list) {
   const TokenRange range = QueryRange(params.seqs, b);
   const int64_t q_len = range.hi - range.lo;
   if (q_len == 0 || q_len > params.plan.decode_q_len) return {0, 1, 0};
-  const SequenceView view = ViewSequence(params, b);
-  const BlockList<kDecodeKeys> list(view, 0, q_len - 1);
-  const int blocks = list.total() > 0 ? list.total() : 1;
+  *view = ViewSequence(params, b);
+  *list = BlockList<kDecodeKeys>(*view, 0, q_len - 1);
+  const int blocks = list->total() > 0 ? list->total() : 1;
   const int part = params.batch_invariant
                        ? static_cast<int>(InvariantSplit(static_cast<int64_t>(blocks) * kDecodeKeys) / kDecodeKeys)
                        : 0;
-  return {params.cache.num_kv_heads * ((q_len * GroupOf(params) + kRows - 1) / kRows), blocks, part};
+  return {params.cache.num_kv_heads * Divide(q_len * GroupOf(params) + kRows - 1, kRows), blocks, part};
 }
 
 template <class Traits>
@@ -91,10 +83,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   const int64_t batch = params.seqs.batch, group = GroupOf(params);
   const bool fixed_parts = params.batch_invariant;
 
-  // Looked at twice: for the sum, and for this block's place.
-  const int64_t first_cost = threadIdx.x < batch ? ShareOf<kRows>(params, threadIdx.x).cost() : 0;
-  const auto cost = [&](int64_t b) { return b == threadIdx.x ? first_cost : ShareOf<kRows>(params, b).cost(); };
-  const int64_t total = SumOverSequences<kThreads>(batch, cost);
+  // A thread has a few sequences that follow each other, mostly one.
+  SequenceView view;
+  BlockList<kDecodeKeys> list;
+  const int64_t each_thread = Divide(batch + kThreads - 1, kThreads);
+  const int64_t my_first = threadIdx.x * each_thread, my_end = min(my_first + each_thread, batch);
+  int64_t my_cost = 0, my_begin;
+  for (int64_t b = my_first; b < my_end; ++b) my_cost += ShareOf<kRows>(params, b, &view, &list).cost();
+  const int64_t total = ScanOverThreads<kThreads>(my_cost, &my_begin);
   const int64_t blocks = total < gridDim.x ? total : gridDim.x;  // that have work
   const int64_t each = blocks == 0 ? 0 : Divide(total, blocks), left = total - each * blocks;
   const auto begin_of = [&](int64_t block) { return block * each + (block < left ? block : left); };
@@ -108,17 +104,27 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   if (blockIdx.x < blocks) {
     int64_t position = begin_of(blockIdx.x);
     const int64_t end = begin_of(blockIdx.x + 1);
-    const FoundTile found = FindTile<kThreads>(batch, position, cost);
-    int64_t b = found.b, offset = found.index;
+    // The first part's sequence is found by the thread that has it, the next ones by thread 0, which goes on from there.
+    bool finds = position >= my_begin && position - my_begin < my_cost;
+    int64_t b = my_first, offset = position - my_begin;
     while (position < end) {
-      const Share share = ShareOf<kRows>(params, b);
-      if (offset >= share.cost()) {
-        ++b;
-        offset = 0;
-        continue;
+      if (finds) {
+        Share share = ShareOf<kRows>(params, b, &view, &list);
+        while (offset >= share.cost()) {
+          offset -= share.cost();
+          share = ShareOf<kRows>(params, ++b, &view, &list);
+        }
+        shared.b = b;
+        shared.offset = offset;
+        shared.share = share;
+        shared.view = view;
+        shared.blocks = list;
       }
-      const int64_t unit = Divide(offset, share.parts());
-      const int within = static_cast<int>(offset - unit * share.parts());
+      __syncthreads();  // and the part before this one has been read
+      const Share share = shared.share;
+      b = shared.b;
+      const int64_t unit = Divide(shared.offset, share.parts());
+      const int within = static_cast<int>(shared.offset - unit * share.parts());
       const int first_block = fixed_parts ? within * share.part_blocks : within;
       int num_blocks = share.blocks - first_block;
       if (fixed_parts) {
@@ -126,31 +132,31 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       } else if (num_blocks > end - position) {
         num_blocks = static_cast<int>(end - position);
       }
-      const int64_t tile = Divide(unit, params.cache.num_kv_heads), head = unit - tile * params.cache.num_kv_heads;
-      const TokenRange range = QueryRange(params.seqs, b);
-      const int64_t q_len = range.hi - range.lo, first_row = tile * kRows;
+      const int64_t heads = params.cache.num_kv_heads, tile = Divide(unit, heads), head = unit - tile * heads;
+      const int64_t q_len = shared.view.q_len, first_row = tile * kRows;
       const int rows = static_cast<int>(q_len * group - first_row < kRows ? q_len * group - first_row : kRows);
 
-      __syncthreads();  // the part before this one has been read
-      const SequenceView view = ViewSequence(params, b);
-      if (threadIdx.x == 0) {
-        shared.view = view;
-        shared.blocks = BlockList<kDecodeKeys>(view, 0, q_len - 1);
-      }
-      FillTileRows<kRows>(params, view, head, first_row, rows, &shared.rows);
-      __syncthreads();
-      // A fused step's new rows are stored while the query is made ready. They pass through memory that is ring 1's.
-      const NewRows<Traits> new_rows(params, shared.view, shared.blocks, b, head, first_block,
-                                     first_block + num_blocks);
       // A sequence without a key to see has one block in the list and none here.
       const int keyed = shared.blocks.total() == 0 ? 0 : num_blocks;
-      MainloopSm80<Traits> mainloop(params, shared, b, head, first_block, keyed, q_len > 1 || view.has_tree);
-      mainloop.LookUp(0);  // on its way while the query is
-      static_assert(sizeof(shared.query_at_first) <= sizeof(shared.rings[0]));
-      static_assert(kWarps * kDim * sizeof(float) <= sizeof(shared.rings[1]));
-      float* s_row = reinterpret_cast<float*>(&shared.rings[1]) + threadIdx.x / kWarp * kDim;
-      LoadQueryTile<E, kRows, kDim, kThreads>(params, b, shared.rows, rows, shared.query(),
-                                              [&] { new_rows.Store(s_row); });
+      MainloopSm80<Traits> mainloop(params, shared, b, head, first_block, keyed, q_len > 1 || shared.view.has_tree);
+      mainloop.LookUp(0);
+      QueryChunks<Traits> query(params, shared.view.first_token, head, first_row, rows);
+      const NewRows<Traits> new_rows(params, shared.view, shared.blocks, b, head, first_block,
+                                     first_block + num_blocks);
+      FillTileRows<kRows>(params, shared.view, head, first_row, rows, &shared.rows);
+      // New rows are stored before they are loaded back.
+      const bool waits = new_rows.Touch(first_block + Traits::kSteps - 1);
+      if (!waits) mainloop.Start();
+      query.Put(shared.query());
+      __syncthreads();
+      new_rows.Store(shared.new_row());
+      if (const QueryPrologue* prologue = PrologueOf(params)) {
+        const auto element = [&](int r, int d) -> E& {
+          return shared.query()[SwizzledChunk<kDim / kChunk>(r, d / kChunk) * kChunk + d % kChunk];
+        };
+        ApplyPrologue<E, kDim>(*prologue, b, shared.rows, 0, rows, threadIdx.x, kThreads, element);
+        __syncthreads();
+      }
       if constexpr (Traits::kQuantised) {
         MakeCodeQuery(shared);
         __syncthreads();
@@ -158,6 +164,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
 
       mainloop.TakeQuery();
       __syncthreads();  // the rings take the query's place, and the new rows are in the cache
+      if (waits) mainloop.Start();
       mainloop.Run();
       __syncthreads();  // the rings become the exchange buffer
       mainloop.Publish();
@@ -211,7 +218,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       }
       const int64_t taken = fixed_parts ? 1 : num_blocks;
       position += taken;
-      offset += taken;
+      finds = threadIdx.x == 0;
+      if (finds) offset = shared.offset + taken;
     }
   }
   FillUnownedRows(params, static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32,

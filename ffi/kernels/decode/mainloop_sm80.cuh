@@ -52,27 +52,83 @@ struct CodeQuery {
   float sum[kRows];   // of what the tile holds
 };
 
-// The query tile gives its place to the rings when it goes to registers.
+// A sequence's share of the flat list.
+struct Share {
+  int64_t units;    // kv heads x tiles of rows
+  int blocks;       // of a unit, at least 1
+  int part_blocks;  // of a part; 0: parts are cut by the grid
+  __device__ int parts() const { return part_blocks == 0 ? blocks : (blocks + part_blocks - 1) / part_blocks; }
+  // Length in the list: blocks, or parts when these are fixed.
+  __device__ int64_t cost() const { return units * parts(); }
+};
+
+// The last step of each ring is empty until the first has been multiplied. By then the query is in registers: until
+// then it lies there, where it fits, and new rows of a fused step pass through another ring's.
 template <class Traits>
 struct SharedSm80 {
+  static constexpr int kQueryElements = Traits::kRows * Traits::kDim, kStepBytes = 2 * Traits::kTileBytes;
+  static constexpr bool kQueryInRing =
+      Traits::kQueryInRegisters && kQueryElements * sizeof(typename Traits::E) <= kStepBytes;
+  static_assert(kWarps * Traits::kDim * sizeof(float) <= kStepBytes);
+
   union {
     RingSm80<Traits> rings[kWarps];
     WarpResults<Traits> results;
-    typename Traits::E query_at_first[Traits::kQueryInRegisters ? Traits::kRows * Traits::kDim : 1];
   };
-  alignas(128) typename Traits::E query_kept[Traits::kQueryInRegisters ? 8 : Traits::kRows * Traits::kDim];
+  alignas(128) typename Traits::E query_apart[kQueryInRing ? 8 : kQueryElements];
   TileRows<Traits::kRows> rows;
   CodeQuery<Traits::kQuantised ? Traits::kRows : 1> code_query;
+  // The sequence that is worked on, and where in its share.
+  int64_t b, offset;
+  Share share;
   SequenceView view;
   BlockList<kDecodeKeys> blocks;
 
   __device__ typename Traits::E* query() {
-    if constexpr (Traits::kQueryInRegisters) {
-      return query_at_first;
+    if constexpr (kQueryInRing) {
+      return reinterpret_cast<typename Traits::E*>(rings[0].tile[Traits::kSteps - 1]);
     } else {
-      return query_kept;
+      return query_apart;
     }
   }
+  // kDim floats of a warp's own.
+  __device__ float* new_row() {
+    return reinterpret_cast<float*>(rings[1].tile[Traits::kSteps - 1]) + threadIdx.x / kWarp * Traits::kDim;
+  }
+};
+
+// The query tile on its way: a thread's chunks of it.
+template <class Traits>
+class QueryChunks {
+ public:
+  __device__ QueryChunks(const PagedAttentionParams& params, int64_t first_token, int64_t head, int64_t first_row,
+                         int rows) {
+    const int group = GroupOf(params);
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) {
+      const int item = threadIdx.x + k * Traits::kThreads, r = item / kChunks;
+      x_[k] = {0, 0, 0, 0};
+      if (r >= rows) continue;
+      const int64_t i = Divide(first_row + r, group);
+      const int64_t row = (first_token + i) * params.num_heads + head * group + (first_row + r - i * group);
+      x_[k] = static_cast<const uint4*>(params.query)[row * kChunks + item % kChunks];
+    }
+  }
+
+  // Rows past the last are zeros. __syncthreads() before use.
+  __device__ void Put(typename Traits::E* s_query) const {
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) {
+      const int item = threadIdx.x + k * Traits::kThreads;
+      if (kItems % Traits::kThreads != 0 && item >= kItems) break;
+      reinterpret_cast<uint4*>(s_query)[SwizzledChunk<kChunks>(item / kChunks, item % kChunks)] = x_[k];
+    }
+  }
+
+ private:
+  static constexpr int kChunks = Traits::kDim / kChunk, kItems = Traits::kRows * kChunks;
+  static constexpr int kPerThread = (kItems + Traits::kThreads - 1) / Traits::kThreads;
+  uint4 x_[kPerThread];
 };
 
 // The query tile for products with codes. fp16 has 11 bits from 2^-14 on: elements 2^28 times smaller than their row's
@@ -149,9 +205,9 @@ struct MainloopSm80 {
   const int warp = threadIdx.x / 32;
 
   uint2 q[kColumns][kDim / 16];  // B fragments, where there are registers for them
-  float o[kDim / 16][kColumns][4] = {};
+  float o[kDim / 16][kColumns][4];
   float max[kColumns][2];  // of x (see ScoreRule), by column 2 c + e
-  float sum[kColumns][2] = {};
+  float sum[kColumns][2];
 
   int32_t next_entry = 0;
   bool next_present = false;
@@ -160,7 +216,7 @@ struct MainloopSm80 {
 
   // Codes.
   float unit[kColumns][2], query_sum[kColumns][2];  // see CodeQuery
-  float zeros[kColumns][2] = {};                    // sum of probability * zero of the values
+  float zeros[kColumns][2];                         // sum of probability * zero of the values
   float weight_unit = 0x1p126f;                     // a value's code has the weight probability * scale * weight_unit
   float head_scale[2];                              // fp8: of K and V
 
@@ -177,7 +233,6 @@ struct MainloopSm80 {
         first_block(first_block),
         num_blocks(num_blocks),
         rows_differ(rows_differ) {
-    for (int n = 0; n < kColumns; ++n) max[n][0] = max[n][1] = -Infinity();
     // First key of step s, if that is of the own run: first + kDecodeKeys * s.
     const RunRange common = blocks.common[kOwnRun];
     const int64_t first =
@@ -600,7 +655,7 @@ struct MainloopSm80 {
     }
   }
 
-  // After LookUp(0); then a barrier, and Run().
+  // Then a barrier, and Run().
   __device__ void TakeQuery() {
     if constexpr (Traits::kQueryInRegisters) {
 #pragma unroll
@@ -624,8 +679,23 @@ struct MainloopSm80 {
     }
   }
 
-  __device__ void Run() {
+  // The first loads, into all steps of the ring but the last. After LookUp(0).
+  __device__ void Start() {
+#pragma unroll 1
     for (int step = 0; step < kSteps - 1; ++step) Load(step);
+  }
+
+  __device__ void Run() {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        max[n][e] = -Infinity();
+        sum[n][e] = zeros[n][e] = 0.f;
+      }
+#pragma unroll
+      for (int d = 0; d < kDim / 16; ++d) o[d][n][0] = o[d][n][1] = o[d][n][2] = o[d][n][3] = 0.f;
+    }
 #pragma unroll 1
     for (int step = 0; step < num_blocks; ++step) {
       WaitCopies<kSteps - 2>();
