@@ -18,14 +18,12 @@ namespace turboattn::decode {
 
 // What a slot says of itself. parts == 0: it is not the first of its unit, or not in use.
 struct SlotInfo {
-  int parts;  // slots of the unit: this one, then first_next, first_next + step, ...
-  int first_next;
-  int step;
+  int parts;  // of the unit: the slots from this one on, see SlotOfPart
   int rows;
-  int b;
+  int first_token;
   int head;       // kv head
   int first_row;  // row of the sequence, 32 bits: decode sequences are short
-  int unused;
+  int unused[3];
 };
 static_assert(sizeof(SlotInfo) == kSlotInts * sizeof(int32_t));
 
@@ -41,6 +39,12 @@ struct WorkspaceView {
     data = reinterpret_cast<float*>(info + params.plan.slots);
   }
 };
+
+// Where part `part` of a unit lies whose first part is in `slot`. Parts cut by the grid: the unit goes on in slot 0 of
+// each block after the first.
+__device__ inline int64_t SlotOfPart(int64_t slot, int part, bool fixed_parts) {
+  return fixed_parts || part == 0 ? slot + part : slot + 2 * part - 1;
+}
 
 template <int kRows, int kDim>
 constexpr int64_t kSlotFloats = kRows * (kDim + 2);
@@ -174,17 +178,14 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       const int64_t slot = fixed_parts ? position : 2 * static_cast<int64_t>(blockIdx.x) + (within == 0 ? 1 : 0);
       float* partial = workspace.data + slot * kSlotFloats<kRows, kDim>;
       if (threadIdx.x == 0 && !whole) {
-        SlotInfo info = {0, 0, 1, rows, static_cast<int>(b), static_cast<int>(head), static_cast<int>(first_row), 0};
+        SlotInfo info = {0, rows, static_cast<int>(shared.view.first_token), static_cast<int>(head),
+                         static_cast<int>(first_row)};
         if (within == 0 && fixed_parts) {
           info.parts = share.parts();
-          info.first_next = static_cast<int>(slot + 1);
         } else if (within == 0) {
-          // The unit goes on in slot 0 of each following block that begins before its end.
           info.parts = 1;
           for (int64_t next = blockIdx.x + 1; next < blocks && begin_of(next) < position + share.blocks; ++next)
             ++info.parts;
-          info.first_next = static_cast<int>(2 * (blockIdx.x + 1));
-          info.step = 2;
         }
         workspace.info[slot] = info;
       }
@@ -226,27 +227,31 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
                   static_cast<int64_t>(gridDim.x) * kWarps);
 }
 
-// A block a slot, a warp a row: the partial results of the slot's unit, where the slot is the first of one, in their
-// order. Grid-stride over slots; blocks of other slots end at once.
+// A block a unit of several parts: the partial results, in their order. A warp takes 64 columns of a row at a time.
+// Slots that are not the first of a unit end at once.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kRows* kWarp, 1024 / (Traits::kRows * kWarp))
-    MergeSm80(const __grid_constant__ PagedAttentionParams params) {
-  constexpr int kRows = Traits::kRows, kDim = Traits::kDim;
+__global__ void __launch_bounds__(kMergeThreads, 2) MergeSm80(const __grid_constant__ PagedAttentionParams params) {
+  constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kColumns = 64, kPieces = kDim / kColumns;
   WaitForPrerequisites();
   const WorkspaceView workspace(params);
-  const int64_t slots = *workspace.slots_in_use, group = GroupOf(params);
-  const int row = threadIdx.x / kWarp;
-  for (int64_t slot = blockIdx.x; slot < slots; slot += gridDim.x) {
+  const bool fixed_parts = params.batch_invariant;
+  const int64_t slots = fixed_parts ? *workspace.slots_in_use : 2 * static_cast<int64_t>(gridDim.x);
+  const int group = GroupOf(params), warp = threadIdx.x / kWarp;
+  // Parts cut by the grid: the first of a unit has its block's second slot.
+  for (int64_t i = blockIdx.x; i < (fixed_parts ? slots : gridDim.x); i += gridDim.x) {
+    const int64_t slot = fixed_parts ? i : 2 * i + 1;
     const SlotInfo info = workspace.info[slot];
-    if (info.parts == 0 || row >= info.rows) continue;
-    const auto part_of = [&](int i) {
-      const int64_t at = i == 0 ? slot : info.first_next + static_cast<int64_t>(i - 1) * info.step;
-      const float* data = workspace.data + at * kSlotFloats<kRows, kDim>;
-      return PartRow{data + row * kDim, data + kRows * kDim + row, data + kRows * kDim + kRows + row};
-    };
-    const int64_t r = info.first_row + row, i = Divide(r, group);
-    MergeParts<typename Traits::E, kDim>(params, info.parts, part_of, QueryRange(params.seqs, info.b).lo + i,
-                                         static_cast<int>(info.head * group + (r - i * group)));
+    if (info.parts == 0) continue;
+    for (int item = warp; item < info.rows * kPieces; item += kMergeThreads / kWarp) {
+      const int row = item / kPieces, r = info.first_row + row, token = r / group;
+      const auto part_of = [&](int part) {
+        const float* data = workspace.data + SlotOfPart(slot, part, fixed_parts) * kSlotFloats<kRows, kDim>;
+        return PartRow{data + row * kDim, data + kRows * kDim + row, data + kRows * kDim + kRows + row};
+      };
+      MergeParts<typename Traits::E, kDim, kColumns>(params, info.parts, part_of, info.first_token + token,
+                                                     info.head * group + (r - token * group),
+                                                     item % kPieces * kColumns);
+    }
   }
 }
 

@@ -31,16 +31,17 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   kernel<<<blocks, Traits::kThreads, kBytes, stream>>>(params);
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  const int64_t slots = params.batch_invariant ? params.plan.slots : 2 * blocks;
-  // 1024 threads reside on an SM. No slot, no sequence: one block that finds nothing.
+  // A unit of several parts has one block that has its first. Fixed parts: their slots are dealt out. No sequence: one
+  // block that finds nothing.
   const int64_t merging =
-      std::clamp<int64_t>(slots, 1, 1024 / (Traits::kRows * kWarp) * static_cast<int64_t>(multiprocessors));
+      params.batch_invariant ? std::clamp<int64_t>(params.plan.slots, 1, 2 * static_cast<int64_t>(multiprocessors))
+                             : blocks;
   cudaLaunchAttribute dependent;
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(merging));
-  config.blockDim = dim3(Traits::kRows * kWarp);
+  config.blockDim = dim3(kMergeThreads);
   config.stream = stream;
   config.attrs = &dependent;
   config.numAttrs = major >= 9 ? 1 : 0;
