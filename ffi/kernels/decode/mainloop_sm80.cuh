@@ -7,8 +7,10 @@
 // The columns of S^T and O^T are the same in every lane, so the softmax state of a column lives where its sums do.
 //
 // Codes become fp16 in registers between ldmatrix and mma, unscaled: a key is code * scale + zero, so its score is
-// scale * (q . code) + zero * sum(q), counted from the middle of the codes, and a value's scale is a factor of its
-// probability. Both products are then of fp16 whatever E is; queries and scaled probabilities are brought into its
+// scale * (q . code) + zero * sum(q), and a value's scale is a factor of its probability. Values are counted from the
+// middle of the codes: a row's zero is its minimum, and the rounding of probabilities would count for more. The middle
+// is subtracted at the end, where it is one more tile of O^T, the product with a V^T whose codes are all the middle.
+// Both products are then of fp16 whatever E is; queries and scaled probabilities are brought into its
 // range by powers of two. ldmatrix moves 16 bits, two or four codes, so the order of a row's elements is permuted. A
 // lane holds one word of each 16-byte chunk of a key, 4 or 8 neighbours: 4 of them are its share of a step of 16
 // elements, and the query's fragments are loaded in the same order (QueryElement). Of a value row it holds 16 bits of
@@ -45,11 +47,11 @@ struct WarpResults {
   float sum[kWarps][Traits::kRows];
 };
 
-// A row of the query tile against codes: the tile holds query / unit in fp16.
+// A row of the query tile against codes: the tile holds query / unit in fp16; int4: see Codec.
 template <int kRows>
 struct CodeQuery {
   float unit[kRows];  // a power of two
-  float sum[kRows];   // of what the tile holds
+  float sum[kRows];   // of query / unit
 };
 
 // A sequence's share of the flat list.
@@ -131,7 +133,7 @@ class QueryChunks {
   uint4 x_[kPerThread];
 };
 
-// The query tile for products with codes. fp16 has 11 bits from 2^-14 on: elements 2^28 times smaller than their row's
+// The query tile for products with codes. fp16 has 11 bits from 2^-14 on: elements 2^24 times smaller than their row's
 // largest still have all of theirs. By the whole block; __syncthreads() before use.
 template <class Traits>
 __device__ void MakeCodeQuery(SharedSm80<Traits>& shared) {
@@ -155,6 +157,8 @@ __device__ void MakeCodeQuery(SharedSm80<Traits>& shared) {
       top = fmaxf(top, fmaxf(fabsf(ToFloat(low)), fabsf(ToFloat(high))));  // NaN is left to itself
     }
     for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+    // int4: elements 4 i + 2 and 4 i + 3 meet codes that count 16-fold.
+    const float share = Traits::kKvDType == DType::kInt4 && lane % 2 != 0 ? 0x1p-4f : 1.f;
     // The largest element becomes 2^14 .. 2^15; the unit and its inverse are normal numbers.
     const int exponent = IsFinite(top) ? max(static_cast<int>(FloatToBits(top) >> 23) - 14, 27) : 127;
     const float inverse = BitsToFloat(static_cast<uint32_t>(254 - exponent) << 23);
@@ -163,12 +167,13 @@ __device__ void MakeCodeQuery(SharedSm80<Traits>& shared) {
     for (int d = 2 * lane; d < Traits::kDim; d += 64) {
       E low, high;
       halves(*pair_at(d), &low, &high);
-      const uint32_t pair = Pack<fp16>(ToFloat(low) * inverse, ToFloat(high) * inverse);
+      const uint32_t pair = Pack<fp16>(ToFloat(low) * inverse * share, ToFloat(high) * inverse * share);
       *pair_at(d) = pair;
       fp16 first, second;
       halves(pair, &first, &second);
       sum += ToFloat(first) + ToFloat(second);
     }
+    sum /= share;
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (lane == 0) {
       shared.code_query.unit[row] = BitsToFloat(static_cast<uint32_t>(exponent) << 23);
@@ -185,7 +190,11 @@ struct MainloopSm80 {
   static constexpr bool kRowParams = kHasRowParams<Traits::kKvDType>, kFp8 = Traits::kKvDType == DType::kFloat8E4M3;
   static constexpr int kDim = Traits::kDim, kColumns = Traits::kColumns, kSteps = Traits::kSteps;
   static constexpr int kStoredChunks = Traits::kStoredChunks;
+  static constexpr int kTiles = kDim / 16 + (kRowParams ? 1 : 0);  // of O^T; the last with the middle of the codes
+  static constexpr float kCodeUnit = 0x1p24f;                      // what makes a number of a subnormal code
   static constexpr float kMaxWeight = 0x1p15f;  // of a value's code, times probability: far below fp16's largest
+  static constexpr int kMiddleCode = Traits::kKvDType == DType::kInt4 ? 8 : 128;
+  static constexpr int kOddShift = Traits::kKvDType == DType::kInt4 ? 4 : 0;  // int4: of codes in odd pairs, see Codec
   static constexpr int kLookUp = 16;            // steps whose two groups of 8 keys the 32 lanes look up together
   static_assert(kSteps <= kLookUp);
 
@@ -205,7 +214,7 @@ struct MainloopSm80 {
   const int warp = threadIdx.x / 32;
 
   uint2 q[kColumns][kDim / 16];  // B fragments, where there are registers for them
-  float o[kDim / 16][kColumns][4];
+  float o[kTiles][kColumns][4];
   float max[kColumns][2];  // of x (see ScoreRule), by column 2 c + e
   float sum[kColumns][2];
 
@@ -366,10 +375,10 @@ struct MainloopSm80 {
     return UnpackRowScale<E>(ring.row_params[slot][which][key]);
   }
 
-  // The same with the value of the codes' centre in place of zero.
+  // The same with the value of the middle code in place of zero.
   __device__ RowScale CentredScaleOf(int slot, int which, int key) const {
     const RowScale row = ScaleOf(slot, which, key);
-    return {row.scale, fmaf(row.scale, Codes::kCentre, row.zero)};
+    return {row.scale, fmaf(row.scale, static_cast<float>(kMiddleCode), row.zero)};
   }
 
   // s = K Q^T of one step.
@@ -418,7 +427,7 @@ struct MainloopSm80 {
   __device__ void ScaleScores(int slot, float (&s)[kColumns][4]) {
     RowScale scale[2];
     if constexpr (kRowParams) {
-      for (int half = 0; half < 2; ++half) scale[half] = CentredScaleOf(slot, 0, lane / 4 + 8 * half);
+      for (int half = 0; half < 2; ++half) scale[half] = ScaleOf(slot, 0, lane / 4 + 8 * half);
     }
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
@@ -427,7 +436,7 @@ struct MainloopSm80 {
         const int c = e % 2;
         if constexpr (kRowParams) {
           const RowScale& of_key = scale[e / 2];
-          s[n][e] = fmaf(of_key.scale, s[n][e], of_key.zero * query_sum[n][c]) * unit[n][c];
+          s[n][e] = fmaf(of_key.scale, s[n][e] * kCodeUnit, of_key.zero * query_sum[n][c]) * unit[n][c];
         } else {
           s[n][e] *= unit[n][c];
         }
@@ -458,6 +467,12 @@ struct MainloopSm80 {
             for (int n = 0; n < kColumns; ++n) Mma<Operand>(o[d][n], a, p[n][0], p[n][1]);
           }
         }
+      }
+      if constexpr (kRowParams) {
+        constexpr uint32_t kPair = kMiddleCode * 0x10001u, kOddPair = kPair << kOddShift;
+        const uint32_t middle[4] = {kPair, kOddPair, kPair, kOddPair};
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) Mma<Operand>(o[kTiles - 1][n], middle, p[n][0], p[n][1]);
       }
     } else {
       const int row = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
@@ -530,7 +545,7 @@ struct MainloopSm80 {
           if constexpr (kRowParams) zeros[n][e] *= alpha[e];
         }
 #pragma unroll
-        for (int d = 0; d < kDim / 16; ++d) {
+        for (int d = 0; d < kTiles; ++d) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) o[d][n][e] *= alpha[e % 2];
         }
@@ -562,7 +577,7 @@ struct MainloopSm80 {
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-      for (int d = 0; d < kDim / 16; ++d) {
+      for (int d = 0; d < kTiles; ++d) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) o[d][n][e] *= factor;
       }
@@ -694,7 +709,7 @@ struct MainloopSm80 {
         sum[n][e] = zeros[n][e] = 0.f;
       }
 #pragma unroll
-      for (int d = 0; d < kDim / 16; ++d) o[d][n][0] = o[d][n][1] = o[d][n][2] = o[d][n][3] = 0.f;
+      for (int d = 0; d < kTiles; ++d) o[d][n][0] = o[d][n][1] = o[d][n][2] = o[d][n][3] = 0.f;
     }
 #pragma unroll 1
     for (int step = 0; step < num_blocks; ++step) {
@@ -761,7 +776,13 @@ struct MainloopSm80 {
       for (int d = 0; d < kDim / 16; ++d) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float value = Traits::kQuantised ? fmaf(o[d][n][e], value_scale, zeros[n][e % 2]) : o[d][n][e];
+          float value = o[d][n][e];
+          if constexpr (kRowParams) {
+            const float codes = (value - o[kTiles - 1][n][e]) * (e < 2 ? kCodeUnit : kCodeUnit / (1 << kOddShift));
+            value = fmaf(codes, value_scale, zeros[n][e % 2]);
+          } else if constexpr (kFp8) {
+            value *= value_scale;
+          }
           results.o[warp][8 * n + lane % 4 * 2 + e % 2][ValueColumn(d, e)] = value;
         }
       }
