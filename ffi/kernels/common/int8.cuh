@@ -24,8 +24,8 @@ struct Codec<E, DType::kInt8> {
   }
 
   static __device__ __forceinline__ void ValueCodes(uint32_t word, uint32_t (&pairs)[2]) {
-    pairs[0] = word & 0x00ff00ffu;
-    pairs[1] = word >> 8 & 0x00ff00ffu;
+    pairs[0] = __byte_perm(word, 0, 0x4240);
+    pairs[1] = __byte_perm(word, 0, 0x4341);
   }
 
  private:

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     DecodeSm80(const __grid_constant__ PagedAttentionParams params) {
   using E = typename Traits::E;
   constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kThreads = Traits::kThreads;
-  extern __shared__ __align__(128) unsigned char s_bytes[];
+  extern __shared__ __align__(512) unsigned char s_bytes[];  // rows of up to 512 bytes
   SharedSm80<Traits>& shared = *reinterpret_cast<SharedSm80<Traits>*>(s_bytes);
   LaunchDependents();  // the merge: its blocks wait for this grid's end where there is room for them
   const WorkspaceView workspace(params);

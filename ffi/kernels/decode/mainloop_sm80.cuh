@@ -35,7 +35,7 @@ namespace turboattn::decode {
 // A warp's ring: K and V of 16 keys a step, and their (scale, zero) pairs.
 template <class Traits>
 struct RingSm80 {
-  alignas(128) unsigned char tile[Traits::kSteps][2][Traits::kTileBytes];
+  alignas(Traits::kStoredBytes < 128 ? 128 : Traits::kStoredBytes) unsigned char tile[Traits::kSteps][2][Traits::kTileBytes];
   uint32_t row_params[Traits::kSteps][2][kHasRowParams<Traits::kKvDType> ? kWarpKeys : 1];
 };
 
@@ -218,10 +218,18 @@ struct MainloopSm80 {
   float max[kColumns][2];  // of x (see ScoreRule), by column 2 c + e
   float sum[kColumns][2];
 
+  // A lane copies one chunk of every kRowsPerCopy-th row; a copy takes both groups, one, or part of one.
+  static constexpr int kRowsPerCopy = 32 / kStoredChunks, kStepBytes = 2 * Traits::kTileBytes;
+  const char* copy_from[2];  // of K and V, of group 0
+  const char* params_from;
+  uint32_t copy_to;  // in the first step of the ring
+  // ldmatrix: chunk 0 or 1 of a row of K and of V in the first step. Two chunks on is at ^ 32.
+  uint32_t key_fragment, value_fragment;
+
   int32_t next_entry = 0;
   bool next_present = false;
   int group = kNoGroup;
-  uint32_t mapped = 0, mapped_before = 0;  // by lane of the look-up, of the loader's batch of steps and the one before
+  uint32_t mapped = 0;  // two bits a step, one a group: of the step that is multiplied, the next, ... the last loaded
 
   // Codes.
   float unit[kColumns][2], query_sum[kColumns][2];  // see CodeQuery
@@ -251,6 +259,19 @@ struct MainloopSm80 {
     };
     common_begin = ::max(steps(common.lo - first), ::max(blocks.count[0] - first_block, 0));
     common_end = steps(common.hi - kWarpKeys + 1 - first);
+    const int r0 = lane / kStoredChunks, chunk = lane % kStoredChunks;
+    const int copied = r0 % 8 * Traits::kStoredBytes + chunk * 16;
+    copy_from[0] = static_cast<const char*>(params.cache.key) + copied;
+    copy_from[1] = static_cast<const char*>(params.cache.value) + copied;
+    params_from =
+        static_cast<const char*>(lane < kWarpKeys ? params.cache.key_params : params.cache.value_params) + lane % 8 * 4;
+    const uint32_t tiles = SharedAddress(ring.tile);
+    copy_to = Opaque(tiles + SwizzledChunk<kStoredChunks>(r0, chunk) * 16);
+    key_fragment = Opaque(tiles + SwizzledChunk<kStoredChunks>(lane % 16, lane / 16) * 16);
+    value_fragment = Traits::kQuantised ? key_fragment
+                                        : Opaque(tiles + SwizzledChunk<kStoredChunks>(lane / 16 * 8 + lane % 8,
+                                                                                       lane / 8 % 2) *
+                                                             16);
     if constexpr (kFp8) {
       head_scale[0] = HeadScale(params, params.cache.key_params, b, head);
       head_scale[1] = HeadScale(params, params.cache.value_params, b, head);
@@ -274,6 +295,7 @@ struct MainloopSm80 {
 
   // K and V of a step into the ring, or nothing past the last step; one group of copies either way.
   __device__ void Load(int step) {
+    mapped >>= 2;
     if (step < num_blocks) {
       if (step % kLookUp == 0) {
         const int mine = step + lane / 2;
@@ -282,12 +304,12 @@ struct MainloopSm80 {
           const int run = blocks.RunOf(first_block + mine);
           group = KeysOf(params, b, head, run).Group(FirstKey(mine) + lane % 2 * 8, next_entry);
         }
-        mapped_before = mapped;
-        mapped = __ballot_sync(~0u, group != kNoGroup);
         LookUp(step + kLookUp);
       }
       const int local = step % kLookUp * 2;
       const int groups[2] = {__shfl_sync(~0u, group, local), __shfl_sync(~0u, group, local + 1)};
+      if (groups[0] != kNoGroup) mapped |= 1u << (2 * kSteps - 2);
+      if (groups[1] != kNoGroup) mapped |= 1u << (2 * kSteps - 1);
       if (groups[0] != kNoGroup && groups[1] != kNoGroup && IsCommon(step)) {
         Copy(step, groups, [](int, int) { return true; });
       } else {
@@ -305,35 +327,30 @@ struct MainloopSm80 {
   // Rows of two groups; zeros in place of those that do not exist: exists(row of the step, its group).
   template <class Exists>
   __device__ void Copy(int step, const int (&groups)[2], Exists exists) {
-    // A lane copies one chunk of every kRowsPerCopy-th row; a copy takes both groups, one, or part of one.
-    constexpr int kRowsPerCopy = 32 / kStoredChunks;
-    const int r0 = lane / kStoredChunks, chunk = lane % kStoredChunks, slot = step % kSteps;
-    const char* from[2][2];  // of K and V, of the first row of each group that this lane copies
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int64_t offset =
-          static_cast<int64_t>(groups[h]) * (8 * Traits::kStoredBytes) + r0 % 8 * Traits::kStoredBytes + chunk * 16;
-      from[0][h] = static_cast<const char*>(params.cache.key) + offset;
-      from[1][h] = static_cast<const char*>(params.cache.value) + offset;
-    }
+    constexpr int kGroupBytes = 8 * Traits::kStoredBytes;
+    const int r0 = lane / kStoredChunks;
+    const uint32_t to = copy_to + step % kSteps * kStepBytes;
 #pragma unroll
     for (int kv = 0; kv < 2; ++kv) {
-      const uint32_t to = SharedAddress(ring.tile[slot][kv]);
+      const char* from[2];  // the first row of each group that this lane copies
+#pragma unroll
+      for (int h = 0; h < 2; ++h) from[h] = copy_from[kv] + static_cast<int64_t>(groups[h]) * kGroupBytes;
 #pragma unroll
       for (int i = 0; i < kWarpKeys / kRowsPerCopy; ++i) {
         const int h = kRowsPerCopy > 8 ? r0 / 8 : i * kRowsPerCopy / 8, r = i * kRowsPerCopy + r0;
-        const char* address = (h == 0 ? from[kv][0] : from[kv][1]) + i * kRowsPerCopy % 8 * Traits::kStoredBytes;
+        const char* address = (h == 0 ? from[0] : from[1]) + i * kRowsPerCopy % 8 * Traits::kStoredBytes;
         const bool valid = exists(r, h == 0 ? groups[0] : groups[1]);
-        CopyAsync16(to + SwizzledChunk<kStoredChunks>(r, chunk) * 16,
+        // Rows of 8 chunks and more: the low bits of a row's number turn the chunk's around.
+        const uint32_t turned = kStoredChunks >= 8 ? to ^ (i * kRowsPerCopy % 8 * 16) : to;
+        CopyAsync16(turned + kv * Traits::kTileBytes + i * kRowsPerCopy * Traits::kStoredBytes,
                     valid ? address : static_cast<const char*>(params.cache.key), valid);
       }
     }
     if constexpr (kRowParams) {
-      const int r = lane % kWarpKeys, which = lane / kWarpKeys, g = r < 8 ? groups[0] : groups[1];
+      const int r = lane % kWarpKeys, g = r < 8 ? groups[0] : groups[1];
       const bool valid = exists(r, g);
-      const void* array = which == 0 ? params.cache.key_params : params.cache.value_params;
-      const int64_t offset = valid ? (static_cast<int64_t>(g) * 8 + r % 8) * 4 : 0;
-      CopyAsync4(SharedAddress(&ring.row_params[slot][which][r]), static_cast<const char*>(array) + offset, valid);
+      CopyAsync4(SharedAddress(&ring.row_params[step % kSteps][lane / kWarpKeys][r]),
+                 valid ? params_from + static_cast<int64_t>(g) * 32 : params_from, valid);
     }
   }
 
@@ -381,16 +398,16 @@ struct MainloopSm80 {
     return {row.scale, fmaf(row.scale, static_cast<float>(kMiddleCode), row.zero)};
   }
 
-  // s = K Q^T of one step.
+  // s = K Q^T of one step. A product waits for the one before it that adds to the same sums: there are two sets.
   __device__ void MultiplyKeys(int slot, float (&s)[kColumns][4]) {
-    const uint32_t tile = SharedAddress(ring.tile[slot][0]);
-    const int row = lane % 16, half = lane / 16;
+    float other[kColumns][4] = {};
+    const uint32_t tile = key_fragment + slot * kStepBytes;
     if constexpr (Traits::kQuantised) {
       constexpr int kPairs = Codes::kPerWord / 2;
 #pragma unroll
       for (int chunk = 0; chunk < kStoredChunks; chunk += 2) {
         uint32_t x[4];
-        LoadMatrix4(x, tile + SwizzledChunk<kStoredChunks>(row, chunk + half) * 16);
+        LoadMatrix4(x, tile ^ (16 * chunk));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t low[kPairs], high[kPairs];
@@ -403,24 +420,29 @@ struct MainloopSm80 {
 #pragma unroll
             for (int n = 0; n < kColumns; ++n) {
               const uint2 query = Query(n, k);
-              Mma<Operand>(s[n], a, query.x, query.y);
+              Mma<Operand>(k % 2 == 0 ? s[n] : other[n], a, query.x, query.y);
             }
           }
         }
       }
-      ScaleScores(slot, s);
     } else {
 #pragma unroll
       for (int k = 0; k < kDim / 16; ++k) {
         uint32_t a[4];
-        LoadMatrix4(a, tile + SwizzledChunk<kStoredChunks>(row, 2 * k + half) * 16);
+        LoadMatrix4(a, tile ^ (32 * k));
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
           const uint2 query = Query(n, k);
-          Mma<Operand>(s[n], a, query.x, query.y);
+          Mma<Operand>(k % 2 == 0 ? s[n] : other[n], a, query.x, query.y);
         }
       }
     }
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] += other[n][e];
+    }
+    if constexpr (Traits::kQuantised) ScaleScores(slot, s);
   }
 
   // From products with codes to scores.
@@ -446,14 +468,13 @@ struct MainloopSm80 {
 
   // o += V^T P^T of one step.
   __device__ void MultiplyValues(int slot, const uint32_t (&p)[kColumns][2]) {
-    const uint32_t tile = SharedAddress(ring.tile[slot][1]);
+    const uint32_t tile = value_fragment + slot * kStepBytes;
     if constexpr (Traits::kQuantised) {
       constexpr int kPairs = Codes::kPerWord / 2;
-      const int row = lane % 16, half = lane / 16;
 #pragma unroll
       for (int chunk = 0; chunk < kStoredChunks; chunk += 2) {
         uint32_t x[4];
-        LoadMatrix4Transposed(x, tile + SwizzledChunk<kStoredChunks>(row, chunk + half) * 16);
+        LoadMatrix4Transposed(x, (tile ^ (16 * chunk)) + Traits::kTileBytes);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t first[kPairs], second[kPairs];  // of keys 2 c, 2 c + 1 and of 2 c + 8, 2 c + 9
@@ -475,11 +496,10 @@ struct MainloopSm80 {
         for (int n = 0; n < kColumns; ++n) Mma<Operand>(o[kTiles - 1][n], middle, p[n][0], p[n][1]);
       }
     } else {
-      const int row = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
 #pragma unroll
       for (int d = 0; d < kDim / 16; ++d) {
         uint32_t a[4];
-        LoadMatrix4Transposed(a, tile + SwizzledChunk<kStoredChunks>(row, 2 * d + half) * 16);
+        LoadMatrix4Transposed(a, (tile ^ (32 * d)) + Traits::kTileBytes);
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) Mma<Operand>(o[d][n], a, p[n][0], p[n][1]);
       }
@@ -715,15 +735,11 @@ struct MainloopSm80 {
     for (int step = 0; step < num_blocks; ++step) {
       WaitCopies<kSteps - 2>();
       __syncwarp();
-      const int ahead = step + kSteps - 1;
-      Load(ahead);
+      Load(step + kSteps - 1);
       const int slot = step % kSteps;
       float s[kColumns][4] = {};
       MultiplyKeys(slot, s);
-      // The loader's last batch of look-ups may be the one after this step's.
-      const int loaded = ahead < num_blocks ? ahead : num_blocks - 1;
-      const uint32_t both = loaded / kLookUp == step / kLookUp ? mapped : mapped_before;
-      const uint32_t groups = both >> (step % kLookUp * 2) & 3u;
+      const uint32_t groups = mapped & 3u;
       const bool partial = groups != 3u || !IsCommon(step);
       const auto block = [&] {
         const int run = blocks.RunOf(first_block + step);
