@@ -9,15 +9,17 @@
 #ifndef TURBOATTN_KERNELS_DECODE_KERNEL_CUH_
 #define TURBOATTN_KERNELS_DECODE_KERNEL_CUH_
 
+#include <cfloat>
+
 #include "core/heuristics.h"
-#include "kernels/common/merge_parts.cuh"
+#include "kernels/common/score.cuh"
 #include "kernels/decode/mainloop_sm80.cuh"
 #include "kernels/decode/new_rows.cuh"
 
 namespace turboattn::decode {
 
 // What a slot says of itself. parts == 0: it is not the first of its unit, or not in use.
-struct SlotInfo {
+struct alignas(16) SlotInfo {
   int parts;  // of the unit: the slots from this one on, see SlotOfPart
   int rows;
   int first_token;
@@ -59,45 +61,102 @@ __device__ __forceinline__ void StoreFour(void* out, DType out_dtype, int64_t el
   }
 }
 
-// The share of sequence b, whose `view` and `list` go to the caller too.
+__device__ inline int BlocksOf(int keys) { return static_cast<int>((keys + (kDecodeKeys - 1u)) / kDecodeKeys); }
+// Plain calls.
+__device__ inline int KeysOf(const CallFacts& facts, int kv_len) { return min(max(kv_len, 0), facts.max_keys); }
+
+// The blocks of sequence b, which are counted, and go to view and list unless these are null. Not inline: it is long,
+// and plain calls go without it.
+__device__ __noinline__ inline int ViewAny(const PagedAttentionParams& params, int b, int q_len, SequenceView* view,
+                                           BlockList<kDecodeKeys>* list) {
+  const SequenceView found = ViewSequence(params, b);
+  const BlockList<kDecodeKeys> blocks(found, 0, q_len - 1);
+  if (view != nullptr) {
+    *view = found;
+    *list = blocks;
+  }
+  return blocks.total();
+}
+
+// What ViewAny finds in plain calls.
+__device__ inline void ViewPlain(const PagedAttentionParams& params, const Share& share, int keys, SequenceView* view,
+                                 BlockList<kDecodeKeys>* list) {
+  const bool has_tree = params.score.tree_mask != nullptr, causal = params.score.is_causal && !has_tree;
+  const int64_t position = int64_t{share.kv_len} - share.q_len;
+  SequenceView found;
+  found.first_token = share.first_token;
+  found.q_len = share.q_len;
+  found.position = position;
+  found.rule = {causal, -1, -1};
+  found.runs[kOwnRun].count = keys;
+  found.has_tree = has_tree;
+  *view = found;
+  const int64_t common = causal ? position + 1 : has_tree ? position : keys;
+  BlockList<kDecodeKeys> blocks = {};
+  blocks.seen[kOwnRun].hi = keys;
+  blocks.common[kOwnRun].hi = static_cast<int>(Clamp(common, 0, keys));
+  blocks.count[kOwnRun] = BlocksOf(keys);
+  *list = blocks;
+}
+
+// The share of sequence b.
 template <int kRows>
-__device__ Share ShareOf(const PagedAttentionParams& params, int64_t b, SequenceView* view,
-                         BlockList<kDecodeKeys>* list) {
-  const TokenRange range = QueryRange(params.seqs, b);
-  const int64_t q_len = range.hi - range.lo;
-  if (q_len == 0 || q_len > params.plan.decode_q_len) return {0, 1, 0};
-  *view = ViewSequence(params, b);
-  *list = BlockList<kDecodeKeys>(*view, 0, q_len - 1);
-  const int blocks = list->total() > 0 ? list->total() : 1;
-  const int part = params.batch_invariant
-                       ? static_cast<int>(InvariantSplit(static_cast<int64_t>(blocks) * kDecodeKeys) / kDecodeKeys)
-                       : 0;
-  return {params.cache.num_kv_heads * Divide(q_len * GroupOf(params) + kRows - 1, kRows), blocks, part};
+__device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& facts, int b) {
+  const Sequences& seqs = params.seqs;
+  Share share = {};
+  if (seqs.q_ranges == nullptr) {
+    share.q_len = static_cast<int>(seqs.uniform_q_len);
+    share.first_token = b * share.q_len;
+  } else {
+    const int tokens = static_cast<int>(seqs.num_tokens);
+    share.first_token = min(max(seqs.q_ranges[2 * static_cast<int64_t>(b)], 0), tokens);
+    share.q_len = min(max(seqs.q_ranges[2 * static_cast<int64_t>(b) + 1], share.first_token), tokens) - share.first_token;
+  }
+  if (share.q_len == 0 || share.q_len > facts.decode_q_len) return share;
+  if (facts.plain) {
+    share.kv_len = seqs.kv_lens[b];
+    share.blocks = BlocksOf(KeysOf(facts, share.kv_len));
+  } else {
+    share.blocks = ViewAny(params, b, share.q_len, nullptr, nullptr);
+  }
+  share.blocks = max(share.blocks, 1);
+  share.parts = share.blocks;
+  const int units = static_cast<int>(params.cache.num_kv_heads) * ((share.q_len * facts.group + kRows - 1) / kRows);
+  if (params.batch_invariant) {
+    share.part_blocks = static_cast<int>(InvariantSplit(static_cast<int64_t>(share.blocks) * kDecodeKeys) / kDecodeKeys);
+    share.parts = (share.blocks + share.part_blocks - 1) / share.part_blocks;
+  }
+  share.cost = units * share.parts;
+  return share;
 }
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
-    DecodeSm80(const __grid_constant__ PagedAttentionParams params) {
+    DecodeSm80(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts facts) {
   using E = typename Traits::E;
   constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kThreads = Traits::kThreads;
   extern __shared__ __align__(512) unsigned char s_bytes[];  // rows of up to 512 bytes
   SharedSm80<Traits>& shared = *reinterpret_cast<SharedSm80<Traits>*>(s_bytes);
   LaunchDependents();  // the merge: its blocks wait for this grid's end where there is room for them
   const WorkspaceView workspace(params);
-  const int64_t batch = params.seqs.batch, group = GroupOf(params);
+  const int batch = static_cast<int>(params.seqs.batch), heads = static_cast<int>(params.cache.num_kv_heads);
+  const int group = facts.group;
   const bool fixed_parts = params.batch_invariant;
 
   // A thread has a few sequences that follow each other, mostly one.
-  SequenceView view;
-  BlockList<kDecodeKeys> list;
-  const int64_t each_thread = Divide(batch + kThreads - 1, kThreads);
-  const int64_t my_first = threadIdx.x * each_thread, my_end = min(my_first + each_thread, batch);
-  int64_t my_cost = 0, my_begin;
-  for (int64_t b = my_first; b < my_end; ++b) my_cost += ShareOf<kRows>(params, b, &view, &list).cost();
-  const int64_t total = ScanOverThreads<kThreads>(my_cost, &my_begin);
-  const int64_t blocks = total < gridDim.x ? total : gridDim.x;  // that have work
-  const int64_t each = blocks == 0 ? 0 : Divide(total, blocks), left = total - each * blocks;
-  const auto begin_of = [&](int64_t block) { return block * each + (block < left ? block : left); };
+  Share share = {};
+  const int each_thread = (batch + kThreads - 1) / kThreads;
+  int b = threadIdx.x * each_thread, my_cost = 0, my_begin;
+  for (const int end = min(b + each_thread, batch); b < end; ++b) {
+    share = ShareOf<kRows>(params, facts, b);
+    my_cost += share.cost;
+  }
+  --b;
+  const int total = ScanOverThreads<kThreads>(my_cost, &my_begin);
+  const int blocks = min(total, static_cast<int>(gridDim.x));  // that have work
+  const int each = blocks == 0 ? 0 : static_cast<int>(static_cast<unsigned>(total) / static_cast<unsigned>(blocks));
+  const int left = total - each * blocks;
+  const auto begin_of = [&](int block) { return block * each + min(block, left); };
 
   // Slots of this block that no part will claim say so; slots of other parts are set when their part is.
   if (threadIdx.x == 0) {
@@ -106,70 +165,72 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   }
 
   if (blockIdx.x < blocks) {
-    int64_t position = begin_of(blockIdx.x);
-    const int64_t end = begin_of(blockIdx.x + 1);
-    // The first part's sequence is found by the thread that has it, the next ones by thread 0, which goes on from there.
-    bool finds = position >= my_begin && position - my_begin < my_cost;
-    int64_t b = my_first, offset = position - my_begin;
+    int position = begin_of(blockIdx.x);
+    const int end = begin_of(blockIdx.x + 1);
+    // The first part's sequence is found by the thread that has it, which has seen its last sequence last. The next
+    // ones are found by thread 0, which goes on from there.
+    bool finds = position >= my_begin && position - my_begin < my_cost, moves = true;
+    int offset = position - (my_begin + my_cost - share.cost);
     while (position < end) {
       if (finds) {
-        Share share = ShareOf<kRows>(params, b, &view, &list);
-        while (offset >= share.cost()) {
-          offset -= share.cost();
-          share = ShareOf<kRows>(params, ++b, &view, &list);
+        while (offset < 0 || offset >= share.cost) {
+          const bool back = offset < 0;
+          if (!back) offset -= share.cost;
+          b += back ? -1 : 1;
+          share = ShareOf<kRows>(params, facts, b);
+          if (back) offset += share.cost;
+          moves = true;
         }
         shared.b = b;
         shared.offset = offset;
-        shared.share = share;
-        shared.view = view;
-        shared.blocks = list;
+        if (moves) {
+          shared.share = share;
+          if (facts.plain) {
+            ViewPlain(params, share, KeysOf(facts, share.kv_len), &shared.view, &shared.blocks);
+          } else {
+            ViewAny(params, b, share.q_len, &shared.view, &shared.blocks);
+          }
+        }
       }
       __syncthreads();  // and the part before this one has been read
-      const Share share = shared.share;
+      share = shared.share;
       b = shared.b;
-      const int64_t unit = Divide(shared.offset, share.parts());
-      const int within = static_cast<int>(shared.offset - unit * share.parts());
+      offset = shared.offset;
+      const int unit = static_cast<int>(static_cast<unsigned>(offset) / static_cast<unsigned>(share.parts));
+      const int within = offset - unit * share.parts;
       const int first_block = fixed_parts ? within * share.part_blocks : within;
-      int num_blocks = share.blocks - first_block;
-      if (fixed_parts) {
-        num_blocks = min(num_blocks, share.part_blocks);
-      } else if (num_blocks > end - position) {
-        num_blocks = static_cast<int>(end - position);
-      }
-      const int64_t heads = params.cache.num_kv_heads, tile = Divide(unit, heads), head = unit - tile * heads;
-      const int64_t q_len = shared.view.q_len, first_row = tile * kRows;
-      const int rows = static_cast<int>(q_len * group - first_row < kRows ? q_len * group - first_row : kRows);
+      const int num_blocks = min(share.blocks - first_block, fixed_parts ? share.part_blocks : end - position);
+      const int tile = unit < heads ? 0 : unit / heads, head = unit - tile * heads, first_row = tile * kRows;
+      const int rows = min(share.q_len * group - first_row, kRows);
 
       // A sequence without a key to see has one block in the list and none here.
       const int keyed = shared.blocks.total() == 0 ? 0 : num_blocks;
-      MainloopSm80<Traits> mainloop(params, shared, b, head, first_block, keyed, q_len > 1 || shared.view.has_tree);
+      MainloopSm80<Traits> mainloop(params, facts, shared, b, head, first_block, keyed,
+                                    share.q_len > 1 || shared.view.has_tree);
       mainloop.LookUp(0);
-      QueryChunks<Traits> query(params, shared.view.first_token, head, first_row, rows);
+      QueryChunks<Traits> query(params, group, share.first_token, head, first_row, rows, share.q_len == 1);
       const NewRows<Traits> new_rows(params, shared.view, shared.blocks, b, head, first_block,
                                      first_block + num_blocks);
-      FillTileRows<kRows>(params, shared.view, head, first_row, rows, &shared.rows);
       // New rows are stored before they are loaded back.
-      const bool waits = new_rows.Touch(first_block + Traits::kSteps - 1);
-      if (!waits) mainloop.Start();
-      query.Put(shared.query());
-      __syncthreads();
-      new_rows.Store(shared.new_row());
-      if (const QueryPrologue* prologue = PrologueOf(params)) {
-        const auto element = [&](int r, int d) -> E& {
-          return shared.query()[SwizzledChunk<kDim / kChunk>(r, d / kChunk) * kChunk + d % kChunk];
-        };
-        ApplyPrologue<E, kDim>(*prologue, b, shared.rows, 0, rows, threadIdx.x, kThreads, element);
+      mainloop.Run(new_rows.Touch(first_block + Traits::kSteps - 1), [&] {
+        query.Put(shared.query());
+        FillTileRows<kRows>(params, shared.view, head, first_row, rows, &shared.rows);
         __syncthreads();
-      }
-      if constexpr (Traits::kQuantised) {
-        MakeCodeQuery(shared);
-        __syncthreads();
-      }
-
-      mainloop.TakeQuery();
-      __syncthreads();  // the rings take the query's place, and the new rows are in the cache
-      if (waits) mainloop.Start();
-      mainloop.Run();
+        new_rows.Store(shared.new_row());
+        if (const QueryPrologue* prologue = PrologueOf(params)) {
+          const auto element = [&](int r, int d) -> E& {
+            return shared.query()[SwizzledChunk<kDim / kChunk>(r, d / kChunk) * kChunk + d % kChunk];
+          };
+          ApplyPrologue<E, kDim>(*prologue, b, shared.rows, 0, rows, threadIdx.x, kThreads, element);
+          __syncthreads();
+        }
+        if constexpr (Traits::kQuantised) {
+          MakeCodeQuery(shared);
+          __syncthreads();
+        }
+        mainloop.TakeQuery();
+        __syncthreads();  // the rings take the query's place, and the new rows are in the cache
+      });
       __syncthreads();  // the rings become the exchange buffer
       mainloop.Publish();
       __syncthreads();
@@ -178,20 +239,20 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       const int64_t slot = fixed_parts ? position : 2 * static_cast<int64_t>(blockIdx.x) + (within == 0 ? 1 : 0);
       float* partial = workspace.data + slot * kSlotFloats<kRows, kDim>;
       if (threadIdx.x == 0 && !whole) {
-        SlotInfo info = {0, rows, static_cast<int>(shared.view.first_token), static_cast<int>(head),
-                         static_cast<int>(first_row)};
+        SlotInfo info = {0, rows, share.first_token, head, first_row};
         if (within == 0 && fixed_parts) {
-          info.parts = share.parts();
+          info.parts = share.parts;
         } else if (within == 0) {
-          info.parts = 1;
-          for (int64_t next = blockIdx.x + 1; next < blocks && begin_of(next) < position + share.blocks; ++next)
-            ++info.parts;
+          const int last = position + share.blocks - 1, longer = left * (each + 1);  // ends of the unit, of longer blocks
+          info.parts = 1 - static_cast<int>(blockIdx.x) + (last < longer ? last / (each + 1)
+                                                                         : left + (last - longer) / each);
         }
         workspace.info[slot] = info;
       }
       if (threadIdx.x == 0 && whole && fixed_parts) workspace.info[slot] = SlotInfo{};
       const WarpResults<Traits>& results = shared.results;
-      for (int i = threadIdx.x; i < kRows * (kDim / 4); i += kThreads) {
+#pragma unroll 1
+      for (int i = threadIdx.x; i < rows * (kDim / 4); i += kThreads) {
         const int row = i / (kDim / 4), d = i % (kDim / 4) * 4;
         float max = -Infinity(), sum = 0.f;
         for (int w = 0; w < kWarps; ++w) max = fmaxf(max, results.max[w][row]);
@@ -202,7 +263,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
           sum += weight * results.sum[w][row];
           x = {x.x + weight * o.x, x.y + weight * o.y, x.z + weight * o.z, x.w + weight * o.w};
         }
-        if (row >= rows) continue;
         if (whole) {
           const RowEnd end_of_row = EndRow(max, sum, params.score.sinks, shared.rows.head[row]);
           const int64_t out_row = shared.rows.token[row] * params.num_heads + shared.rows.head[row];
@@ -217,41 +277,73 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
           }
         }
       }
-      const int64_t taken = fixed_parts ? 1 : num_blocks;
+      const int taken = fixed_parts ? 1 : num_blocks;
       position += taken;
+      offset += taken;
       finds = threadIdx.x == 0;
-      if (finds) offset = shared.offset + taken;
+      moves = false;
     }
   }
   FillUnownedRows(params, static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32,
                   static_cast<int64_t>(gridDim.x) * kWarps);
 }
 
-// A block a unit of several parts: the partial results, in their order. A warp takes 64 columns of a row at a time.
-// Slots that are not the first of a unit end at once.
+// What some parts of a row add up to.
+struct RowSum {
+  float max = -FLT_MAX;  // in exponents of 2; finite, so that a part without a key (-Inf) has the weight 0
+  float sum = 0.f;
+  float4 x = {0.f, 0.f, 0.f, 0.f};
+
+  __device__ void Add(float part_max, float part_sum, float4 part_x) {
+    const float both = fmaxf(max, part_max), old = Exp2(max - both), weight = Exp2(part_max - both);
+    max = both;
+    sum = sum * old + weight * part_sum;
+    x = {x.x * old + weight * part_x.x, x.y * old + weight * part_x.y, x.z * old + weight * part_x.z,
+         x.w * old + weight * part_x.w};
+  }
+};
+
+// A block a unit of several parts and row: blockIdx.y. Each of kGroups groups of threads adds every kGroups-th part, in
+// their order, then the first adds up what the others have. Slots that are not the first of a unit end at once.
 template <class Traits>
-__global__ void __launch_bounds__(kMergeThreads, 2) MergeSm80(const __grid_constant__ PagedAttentionParams params) {
-  constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kColumns = 64, kPieces = kDim / kColumns;
+__global__ void __launch_bounds__(kMergeThreads)
+    MergeSm80(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts facts) {
+  constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kLanes = kDim / 4, kGroups = kMergeThreads / kLanes;
+  __shared__ float4 s_x[kGroups][kLanes];
+  __shared__ float2 s_state[kGroups];
   WaitForPrerequisites();
   const WorkspaceView workspace(params);
   const bool fixed_parts = params.batch_invariant;
-  const int64_t slots = fixed_parts ? *workspace.slots_in_use : 2 * static_cast<int64_t>(gridDim.x);
-  const int group = GroupOf(params), warp = threadIdx.x / kWarp;
+  const int64_t slots = fixed_parts ? *workspace.slots_in_use : static_cast<int64_t>(gridDim.x);
+  const int row = blockIdx.y, group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   // Parts cut by the grid: the first of a unit has its block's second slot.
-  for (int64_t i = blockIdx.x; i < (fixed_parts ? slots : gridDim.x); i += gridDim.x) {
+  for (int64_t i = blockIdx.x; i < slots; i += gridDim.x) {
     const int64_t slot = fixed_parts ? i : 2 * i + 1;
     const SlotInfo info = workspace.info[slot];
-    if (info.parts == 0) continue;
-    for (int item = warp; item < info.rows * kPieces; item += kMergeThreads / kWarp) {
-      const int row = item / kPieces, r = info.first_row + row, token = r / group;
-      const auto part_of = [&](int part) {
-        const float* data = workspace.data + SlotOfPart(slot, part, fixed_parts) * kSlotFloats<kRows, kDim>;
-        return PartRow{data + row * kDim, data + kRows * kDim + row, data + kRows * kDim + kRows + row};
-      };
-      MergeParts<typename Traits::E, kDim, kColumns>(params, info.parts, part_of, info.first_token + token,
-                                                     info.head * group + (r - token * group),
-                                                     item % kPieces * kColumns);
+    if (info.parts == 0 || row >= info.rows) continue;
+    RowSum all;
+#pragma unroll 2
+    for (int part = group; part < info.parts; part += kGroups) {
+      const float* data = workspace.data + SlotOfPart(slot, part, fixed_parts) * kSlotFloats<kRows, kDim>;
+      const float* states = data + kRows * kDim + row;
+      all.Add(states[0], states[kRows], reinterpret_cast<const float4*>(data + row * kDim)[lane]);
     }
+    s_x[group][lane] = all.x;
+    if (lane == 0) s_state[group] = {all.max, all.sum};
+    __syncthreads();
+    if (group == 0) {
+#pragma unroll 1
+      for (int g = 1; g < min(kGroups, info.parts); ++g) all.Add(s_state[g].x, s_state[g].y, s_x[g][lane]);
+      const int r = info.first_row + row, token = r < facts.group ? 0 : r / facts.group;
+      const int head = info.head * facts.group + (r - token * facts.group);
+      const int64_t out_row = (int64_t{info.first_token} + token) * params.num_heads + head;
+      const RowEnd end = EndRow(all.max, all.sum, params.score.sinks, head);
+      const float f = end.factor;
+      StoreFour<typename Traits::E>(params.out, params.out_dtype, out_row * kDim + lane * 4,
+                                    {all.x.x * f, all.x.y * f, all.x.z * f, all.x.w * f});
+      if (lane == 0) params.lse[out_row] = end.lse;
+    }
+    __syncthreads();  // before the next unit's
   }
 }
 

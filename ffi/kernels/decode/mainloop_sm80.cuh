@@ -54,14 +54,25 @@ struct CodeQuery {
   float sum[kRows];   // of query / unit
 };
 
+// What every thread would otherwise compute from the call: a block's start takes as long as its instructions take to
+// arrive, some 35 cycles each.
+struct CallFacts {
+  int group;               // query heads of a kv head
+  int decode_q_len;        // see PagedPlan
+  int max_keys;            // M * P, as far as kv_lens can reach
+  int page_shift;          // P = 2^page_shift
+  unsigned layers, pages;  // L and N, as far as an int32 can name them
+  bool plain;              // the keys are [0, kv_len), and nothing but causality and a tree hides any
+};
+
 // A sequence's share of the flat list.
 struct Share {
-  int64_t units;    // kv heads x tiles of rows
+  int first_token, q_len;
+  int kv_len;       // plain calls
   int blocks;       // of a unit, at least 1
   int part_blocks;  // of a part; 0: parts are cut by the grid
-  __device__ int parts() const { return part_blocks == 0 ? blocks : (blocks + part_blocks - 1) / part_blocks; }
-  // Length in the list: blocks, or parts when these are fixed.
-  __device__ int64_t cost() const { return units * parts(); }
+  int parts;        // of a unit: that many of part_blocks, or blocks
+  int cost;         // length in the list: parts of all units, which are kv heads x tiles of rows
 };
 
 // The last step of each ring is empty until the first has been multiplied. By then the query is in registers: until
@@ -81,7 +92,7 @@ struct SharedSm80 {
   TileRows<Traits::kRows> rows;
   CodeQuery<Traits::kQuantised ? Traits::kRows : 1> code_query;
   // The sequence that is worked on, and where in its share.
-  int64_t b, offset;
+  int b, offset;
   Share share;
   SequenceView view;
   BlockList<kDecodeKeys> blocks;
@@ -103,16 +114,16 @@ struct SharedSm80 {
 template <class Traits>
 class QueryChunks {
  public:
-  __device__ QueryChunks(const PagedAttentionParams& params, int64_t first_token, int64_t head, int64_t first_row,
-                         int rows) {
-    const int group = GroupOf(params);
+  __device__ QueryChunks(const PagedAttentionParams& params, int group, int first_token, int head, int first_row,
+                         int rows, bool one_token) {
+    const int heads = static_cast<int>(params.num_heads);
 #pragma unroll
     for (int k = 0; k < kPerThread; ++k) {
       const int item = threadIdx.x + k * Traits::kThreads, r = item / kChunks;
       x_[k] = {0, 0, 0, 0};
       if (r >= rows) continue;
-      const int64_t i = Divide(first_row + r, group);
-      const int64_t row = (first_token + i) * params.num_heads + head * group + (first_row + r - i * group);
+      const int i = one_token ? 0 : (first_row + r) / group;
+      const int64_t row = static_cast<int64_t>(first_token + i) * heads + (head * group + first_row + r - i * group);
       x_[k] = static_cast<const uint4*>(params.query)[row * kChunks + item % kChunks];
     }
   }
@@ -203,9 +214,9 @@ struct MainloopSm80 {
   RingSm80<Traits>& ring;
   const SequenceView& view;
   const BlockList<kDecodeKeys>& blocks;
+  const CallFacts& facts;
   const ScoreRule rule;
-  const int64_t b;
-  const int64_t head;     // kv head
+  const int head;         // kv head
   const int first_block;  // of this part of the unit
   const int num_blocks;
   const bool rows_differ;        // in what they see
@@ -226,6 +237,8 @@ struct MainloopSm80 {
   // ldmatrix: chunk 0 or 1 of a row of K and of V in the first step. Two chunks on is at ^ 32.
   uint32_t key_fragment, value_fragment;
 
+  int32_t layer;
+  const int32_t* own_pages;
   int32_t next_entry = 0;
   bool next_present = false;
   int group = kNoGroup;
@@ -237,28 +250,28 @@ struct MainloopSm80 {
   float weight_unit = 0x1p126f;                     // a value's code has the weight probability * scale * weight_unit
   float head_scale[2];                              // fp8: of K and V
 
-  __device__ MainloopSm80(const PagedAttentionParams& params, SharedSm80<Traits>& shared, int64_t b, int64_t head,
-                          int first_block, int num_blocks, bool rows_differ)
+  __device__ MainloopSm80(const PagedAttentionParams& params, const CallFacts& facts, SharedSm80<Traits>& shared,
+                          int b, int head, int first_block, int num_blocks, bool rows_differ)
       : params(params),
         shared(shared),
         ring(shared.rings[threadIdx.x / 32]),
         view(shared.view),
         blocks(shared.blocks),
+        facts(facts),
         rule(MakeScoreRule(params.score)),
-        b(b),
         head(head),
         first_block(first_block),
         num_blocks(num_blocks),
         rows_differ(rows_differ) {
-    // First key of step s, if that is of the own run: first + kDecodeKeys * s.
+    layer = params.seqs.layer[b];
+    own_pages = params.seqs.page_table + static_cast<int64_t>(b) * static_cast<int>(params.seqs.max_pages);
+    // Step s, if it is of the own run, has the warp's keys number kWarps * (first + s) + warp, in units of kWarpKeys.
     const RunRange common = blocks.common[kOwnRun];
-    const int64_t first =
-        (int64_t{blocks.first[kOwnRun]} + first_block - blocks.count[0]) * kDecodeKeys + warp * kWarpKeys;
-    const auto steps = [&](int64_t keys) {  // that start before `keys` more than `first`
-      return static_cast<int>(keys <= 0 ? 0 : ::min((keys + kDecodeKeys - 1) / kDecodeKeys, int64_t{num_blocks}));
-    };
-    common_begin = ::max(steps(common.lo - first), ::max(blocks.count[0] - first_block, 0));
-    common_end = steps(common.hi - kWarpKeys + 1 - first);
+    const int first = blocks.first[kOwnRun] + first_block - blocks.count[0];
+    const int lo = static_cast<int>((common.lo + (kWarpKeys - 1u)) / kWarpKeys), hi = common.hi / kWarpKeys;
+    common_begin = ::max(((lo - warp + kWarps - 1) >> 2) - first, blocks.count[0] - first_block);
+    common_end = ((hi - warp - 1) >> 2) - first + 1;
+    static_assert(kWarps == 4);
     const int r0 = lane / kStoredChunks, chunk = lane % kStoredChunks;
     const int copied = r0 % 8 * Traits::kStoredBytes + chunk * 16;
     copy_from[0] = static_cast<const char*>(params.cache.key) + copied;
@@ -290,7 +303,15 @@ struct MainloopSm80 {
     const int run = blocks.RunOf(first_block + step), j = FirstKey(step) + lane % 2 * 8;
     const RunRange seen = blocks.seen[run];
     next_present = seen.Meets(j, 8);
-    if (next_present) next_entry = KeysOf(params, b, head, run).Entry(j);
+    if (next_present) next_entry = (run == kOwnRun ? own_pages : params.seqs.prefix_pages)[j >> facts.page_shift];
+  }
+
+  // PagedKeys::Group() of key j, in 32 bits: those of its result.
+  __device__ int GroupAt(int j, int32_t entry) const {
+    if (static_cast<unsigned>(layer) >= facts.layers || static_cast<unsigned>(entry) >= facts.pages) return kNoGroup;
+    const unsigned page = layer * static_cast<unsigned>(params.cache.num_pages) + entry;
+    const unsigned page_head = page * static_cast<unsigned>(params.cache.num_kv_heads) + head;
+    return static_cast<int>((page_head << (facts.page_shift - 3)) + ((j & ((1 << facts.page_shift) - 1)) >> 3));
   }
 
   // K and V of a step into the ring, or nothing past the last step; one group of copies either way.
@@ -298,12 +319,7 @@ struct MainloopSm80 {
     mapped >>= 2;
     if (step < num_blocks) {
       if (step % kLookUp == 0) {
-        const int mine = step + lane / 2;
-        group = kNoGroup;
-        if (next_present) {
-          const int run = blocks.RunOf(first_block + mine);
-          group = KeysOf(params, b, head, run).Group(FirstKey(mine) + lane % 2 * 8, next_entry);
-        }
+        group = next_present ? GroupAt(FirstKey(step + lane / 2) + lane % 2 * 8, next_entry) : kNoGroup;
         LookUp(step + kLookUp);
       }
       const int local = step % kLookUp * 2;
@@ -690,7 +706,7 @@ struct MainloopSm80 {
     }
   }
 
-  // Then a barrier, and Run().
+  // Then a barrier.
   __device__ void TakeQuery() {
     if constexpr (Traits::kQueryInRegisters) {
 #pragma unroll
@@ -714,13 +730,7 @@ struct MainloopSm80 {
     }
   }
 
-  // The first loads, into all steps of the ring but the last. After LookUp(0).
-  __device__ void Start() {
-#pragma unroll 1
-    for (int step = 0; step < kSteps - 1; ++step) Load(step);
-  }
-
-  __device__ void Run() {
+  __device__ void Reset() {
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
@@ -731,11 +741,24 @@ struct MainloopSm80 {
 #pragma unroll
       for (int d = 0; d < kTiles; ++d) o[d][n][0] = o[d][n][1] = o[d][n][2] = o[d][n][3] = 0.f;
     }
+  }
+
+  // After LookUp(0). take_query() leaves the query in place by TakeQuery(), and all that is loaded in memory: once, with
+  // a ring full of loads on their way, or before the first of them. The first loads and those of the loop are one piece
+  // of code: it takes longer to arrive than to run.
+  template <class TakeQuery>
+  __device__ void Run(bool query_first, TakeQuery take_query) {
+    const int query_step = query_first ? 1 - kSteps : 0;
 #pragma unroll 1
-    for (int step = 0; step < num_blocks; ++step) {
+    for (int step = 1 - kSteps; step < num_blocks || step <= 0; ++step) {
+      if (step == query_step) {
+        take_query();
+        Reset();
+      }
       WaitCopies<kSteps - 2>();
       __syncwarp();
       Load(step + kSteps - 1);
+      if (step < 0 || num_blocks == 0) continue;
       const int slot = step % kSteps;
       float s[kColumns][4] = {};
       MultiplyKeys(slot, s);

@@ -36,7 +36,7 @@ constexpr int kMaxSharedBytes = (kBlocks == 3      ? 74
                                                    : 162) *
                                 1024;
 
-constexpr int kMergeThreads = 256;  // a block of the merge, two on an SM
+constexpr int kMergeThreads = 256;  // of a block of the merge
 
 }  // namespace turboattn::decode
 
