@@ -7,9 +7,9 @@
 
 namespace turboattn::append {
 
-constexpr int kMaxWarps = 8;    // a block
-constexpr int kMinBlocks = 4;   // an SM: 64 registers a thread, and loads enough in flight
-constexpr int kMaxTokens = 64;  // a block
+constexpr int kMaxWarps = 8;       // a block
+constexpr int kMinBlocks = 4;      // an SM: 64 registers a thread, and loads enough in flight
+constexpr int kMaxTokens = 64;     // a block
 constexpr int kMaxAnyTokens = 16;  // of AppendAnyKernel
 
 template <DType kE, DType kKv>

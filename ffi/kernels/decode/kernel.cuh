@@ -110,7 +110,8 @@ __device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& fa
   } else {
     const int tokens = static_cast<int>(seqs.num_tokens);
     share.first_token = min(max(seqs.q_ranges[2 * static_cast<int64_t>(b)], 0), tokens);
-    share.q_len = min(max(seqs.q_ranges[2 * static_cast<int64_t>(b) + 1], share.first_token), tokens) - share.first_token;
+    share.q_len =
+        min(max(seqs.q_ranges[2 * static_cast<int64_t>(b) + 1], share.first_token), tokens) - share.first_token;
   }
   if (share.q_len == 0 || share.q_len > facts.decode_q_len) return share;
   if (facts.plain) {
@@ -123,7 +124,8 @@ __device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& fa
   share.parts = share.blocks;
   const int units = static_cast<int>(params.cache.num_kv_heads) * ((share.q_len * facts.group + kRows - 1) / kRows);
   if (params.batch_invariant) {
-    share.part_blocks = static_cast<int>(InvariantSplit(static_cast<int64_t>(share.blocks) * kDecodeKeys) / kDecodeKeys);
+    share.part_blocks =
+        static_cast<int>(InvariantSplit(static_cast<int64_t>(share.blocks) * kDecodeKeys) / kDecodeKeys);
     share.parts = (share.blocks + share.part_blocks - 1) / share.part_blocks;
   }
   share.cost = units * share.parts;
@@ -243,9 +245,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         if (within == 0 && fixed_parts) {
           info.parts = share.parts;
         } else if (within == 0) {
-          const int last = position + share.blocks - 1, longer = left * (each + 1);  // ends of the unit, of longer blocks
-          info.parts = 1 - static_cast<int>(blockIdx.x) + (last < longer ? last / (each + 1)
-                                                                         : left + (last - longer) / each);
+          const int last = position + share.blocks - 1,
+                    longer = left * (each + 1);  // ends of the unit, of longer blocks
+          info.parts =
+              1 - static_cast<int>(blockIdx.x) + (last < longer ? last / (each + 1) : left + (last - longer) / each);
         }
         workspace.info[slot] = info;
       }

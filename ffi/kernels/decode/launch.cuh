@@ -21,7 +21,8 @@ inline CallFacts FactsOf(const PagedAttentionParams& params) {
   while (int64_t{1} << facts.page_shift < cache.page_size) ++facts.page_shift;
   facts.layers = static_cast<unsigned>(std::min(cache.num_layers, kIds));
   facts.pages = static_cast<unsigned>(std::min(cache.num_pages, kIds));
-  facts.plain = seqs.prefix_len == nullptr && seqs.cp_rank == nullptr && seqs.cp_size == 1 && params.score.window == nullptr;
+  facts.plain =
+      seqs.prefix_len == nullptr && seqs.cp_rank == nullptr && seqs.cp_size == 1 && params.score.window == nullptr;
   return facts;
 }
 
@@ -60,9 +61,9 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   if (error != cudaSuccess) return error;
   // A unit of several parts has one block that has its first. Fixed parts: their slots are dealt out. No sequence: one
   // block that finds nothing.
-  const int64_t merging =
-      params.batch_invariant ? std::clamp<int64_t>(params.plan.slots, 1, 2 * static_cast<int64_t>(multiprocessors))
-                             : blocks;
+  const int64_t merging = params.batch_invariant
+                              ? std::clamp<int64_t>(params.plan.slots, 1, 2 * static_cast<int64_t>(multiprocessors))
+                              : blocks;
   cudaLaunchAttribute dependent;
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;

@@ -35,7 +35,8 @@ namespace turboattn::decode {
 // A warp's ring: K and V of 16 keys a step, and their (scale, zero) pairs.
 template <class Traits>
 struct RingSm80 {
-  alignas(Traits::kStoredBytes < 128 ? 128 : Traits::kStoredBytes) unsigned char tile[Traits::kSteps][2][Traits::kTileBytes];
+  alignas(Traits::kStoredBytes < 128 ? 128
+                                     : Traits::kStoredBytes) unsigned char tile[Traits::kSteps][2][Traits::kTileBytes];
   uint32_t row_params[Traits::kSteps][2][kHasRowParams<Traits::kKvDType> ? kWarpKeys : 1];
 };
 
@@ -206,7 +207,7 @@ struct MainloopSm80 {
   static constexpr float kMaxWeight = 0x1p15f;  // of a value's code, times probability: far below fp16's largest
   static constexpr int kMiddleCode = Traits::kKvDType == DType::kInt4 ? 8 : 128;
   static constexpr int kOddShift = Traits::kKvDType == DType::kInt4 ? 4 : 0;  // int4: of codes in odd pairs, see Codec
-  static constexpr int kLookUp = 16;            // steps whose two groups of 8 keys the 32 lanes look up together
+  static constexpr int kLookUp = 16;  // steps whose two groups of 8 keys the 32 lanes look up together
   static_assert(kSteps <= kLookUp);
 
   const PagedAttentionParams& params;
@@ -250,8 +251,8 @@ struct MainloopSm80 {
   float weight_unit = 0x1p126f;                     // a value's code has the weight probability * scale * weight_unit
   float head_scale[2];                              // fp8: of K and V
 
-  __device__ MainloopSm80(const PagedAttentionParams& params, const CallFacts& facts, SharedSm80<Traits>& shared,
-                          int b, int head, int first_block, int num_blocks, bool rows_differ)
+  __device__ MainloopSm80(const PagedAttentionParams& params, const CallFacts& facts, SharedSm80<Traits>& shared, int b,
+                          int head, int first_block, int num_blocks, bool rows_differ)
       : params(params),
         shared(shared),
         ring(shared.rings[threadIdx.x / 32]),
@@ -281,10 +282,9 @@ struct MainloopSm80 {
     const uint32_t tiles = SharedAddress(ring.tile);
     copy_to = Opaque(tiles + SwizzledChunk<kStoredChunks>(r0, chunk) * 16);
     key_fragment = Opaque(tiles + SwizzledChunk<kStoredChunks>(lane % 16, lane / 16) * 16);
-    value_fragment = Traits::kQuantised ? key_fragment
-                                        : Opaque(tiles + SwizzledChunk<kStoredChunks>(lane / 16 * 8 + lane % 8,
-                                                                                       lane / 8 % 2) *
-                                                             16);
+    value_fragment = Traits::kQuantised
+                         ? key_fragment
+                         : Opaque(tiles + SwizzledChunk<kStoredChunks>(lane / 16 * 8 + lane % 8, lane / 8 % 2) * 16);
     if constexpr (kFp8) {
       head_scale[0] = HeadScale(params, params.cache.key_params, b, head);
       head_scale[1] = HeadScale(params, params.cache.value_params, b, head);
@@ -414,9 +414,10 @@ struct MainloopSm80 {
     return {row.scale, fmaf(row.scale, static_cast<float>(kMiddleCode), row.zero)};
   }
 
-  // s = K Q^T of one step. A product waits for the one before it that adds to the same sums: there are two sets.
+  // s = K Q^T of one step. A product waits for the one before it that adds to the same sums: there are two tiles of
+  // them, if need be both of the same columns.
   __device__ void MultiplyKeys(int slot, float (&s)[kColumns][4]) {
-    float other[kColumns][4] = {};
+    float other[4] = {};
     const uint32_t tile = key_fragment + slot * kStepBytes;
     if constexpr (Traits::kQuantised) {
       constexpr int kPairs = Codes::kPerWord / 2;
@@ -436,7 +437,7 @@ struct MainloopSm80 {
 #pragma unroll
             for (int n = 0; n < kColumns; ++n) {
               const uint2 query = Query(n, k);
-              Mma<Operand>(k % 2 == 0 ? s[n] : other[n], a, query.x, query.y);
+              Mma<Operand>(kColumns == 1 && k % 2 != 0 ? other : s[n], a, query.x, query.y);
             }
           }
         }
@@ -449,14 +450,13 @@ struct MainloopSm80 {
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
           const uint2 query = Query(n, k);
-          Mma<Operand>(k % 2 == 0 ? s[n] : other[n], a, query.x, query.y);
+          Mma<Operand>(kColumns == 1 && k % 2 != 0 ? other : s[n], a, query.x, query.y);
         }
       }
     }
+    if constexpr (kColumns == 1) {
 #pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] += other[n][e];
+      for (int e = 0; e < 4; ++e) s[0][e] += other[e];
     }
     if constexpr (Traits::kQuantised) ScaleScores(slot, s);
   }
@@ -465,7 +465,10 @@ struct MainloopSm80 {
   __device__ void ScaleScores(int slot, float (&s)[kColumns][4]) {
     RowScale scale[2];
     if constexpr (kRowParams) {
-      for (int half = 0; half < 2; ++half) scale[half] = ScaleOf(slot, 0, lane / 4 + 8 * half);
+      for (int half = 0; half < 2; ++half) {
+        scale[half] = ScaleOf(slot, 0, lane / 4 + 8 * half);
+        scale[half].zero = fmaf(scale[half].scale, 0.f, scale[half].zero);  // a key with a scale of Inf is NaN
+      }
     }
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
@@ -743,9 +746,9 @@ struct MainloopSm80 {
     }
   }
 
-  // After LookUp(0). take_query() leaves the query in place by TakeQuery(), and all that is loaded in memory: once, with
-  // a ring full of loads on their way, or before the first of them. The first loads and those of the loop are one piece
-  // of code: it takes longer to arrive than to run.
+  // After LookUp(0). take_query() leaves the query in place by TakeQuery(), and all that is loaded in memory: once,
+  // with a ring full of loads on their way, or before the first of them. The first loads and those of the loop are one
+  // piece of code: it takes longer to arrive than to run.
   template <class TakeQuery>
   __device__ void Run(bool query_first, TakeQuery take_query) {
     const int query_step = query_first ? 1 - kSteps : 0;
