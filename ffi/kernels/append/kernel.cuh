@@ -203,8 +203,8 @@ template <class Traits>
 __global__ void __launch_bounds__(kMaxWarps* kWarp)
     AppendAnyKernel(const __grid_constant__ AppendParams params, int block_tokens) {
   extern __shared__ float4 s_dynamic[];
-  __shared__ int s_owner[kMaxTokens];
-  __shared__ Place s_place[kMaxTokens];
+  __shared__ int s_owner[kMaxAnyTokens];
+  __shared__ Place s_place[kMaxAnyTokens];
   SinCos* s_turns = reinterpret_cast<SinCos*>(s_dynamic);
   const int pairs = params.rope.dim / 2;
   float* s_row = reinterpret_cast<float*>(s_turns + block_tokens * pairs) + threadIdx.x / kWarp * RowWidth(params);

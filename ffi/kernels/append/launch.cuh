@@ -13,7 +13,7 @@ namespace turboattn::append {
 // Tokens of a block: about `rows` rows where there are many tokens, fewer where the card would not be filled, at most
 // `limit`.
 inline int BlockTokens(const AppendParams& params, int64_t token_rows, int64_t rows, int64_t limit) {
-  constexpr int64_t kFewBlocks = 1024;
+  constexpr int64_t kFewBlocks = 512;  // four on each of 128 SMs
   const int64_t filling = (params.seqs.num_tokens + kFewBlocks - 1) / kFewBlocks;
   return static_cast<int>(std::clamp<int64_t>(std::min(rows / token_rows, filling), 1, limit));
 }
@@ -24,7 +24,9 @@ constexpr int64_t kPassRows = kMaxWarps * kWarp / kRowLanes<kWidth>;
 
 template <int kWidth>
 int RegisterBlockTokens(const AppendParams& params) {
-  return BlockTokens(params, params.cache.num_kv_heads, 4 * kPassRows<kWidth>, kMaxTokens);
+  constexpr int64_t kTurnBytes = kWidth / 2 * sizeof(SinCos);
+  return BlockTokens(params, params.cache.num_kv_heads, 16 * kPassRows<kWidth>,
+                     std::min<int64_t>(kMaxTokens, 32 * 1024 / kTurnBytes));
 }
 
 template <class Traits, int kWidth>
@@ -46,7 +48,7 @@ cudaError_t LaunchAny(const AppendParams& params, int64_t token_rows, cudaStream
   constexpr int64_t kSharedBytes = 47 * 1024;
   constexpr int64_t kTurnBytes = 8 * 1024;
   const int64_t token_limit =
-      token_bytes == 0 ? kMaxTokens : std::clamp<int64_t>(kTurnBytes / token_bytes, 1, kMaxTokens);
+      token_bytes == 0 ? kMaxAnyTokens : std::clamp<int64_t>(kTurnBytes / token_bytes, 1, kMaxAnyTokens);
   const int block_tokens = BlockTokens(params, token_rows, 2 * kMaxWarps, token_limit);
   const int64_t fitting = (kSharedBytes - block_tokens * token_bytes) / row_bytes;
   if (fitting < 1) return cudaErrorInvalidConfiguration;

@@ -7,14 +7,15 @@
 //   Neighbours<kSaturates>(word, scale, pairs)
 //                                       kPerWord neighbouring elements of a row, two a pair, in their order;
 //                                       !kSaturates: of rows that do not
-//   KeyCodes(word, pairs)               as Neighbours, but the codes themselves less kCentre, in fp16
+//   KeyCodes(word, pairs)               as Neighbours, but the codes themselves, in fp16: int8 and int4 as subnormal
+//                                       numbers, 2^-24 times code i, and 2^-20 times that of an int4 pair with i odd
 //   ValueCodes(word, pairs)             likewise, where the word's halves are of two rows: pair i is code i of both
 //   UnitElement(unit, i)                which element of a 16-byte chunk is code i of its 16-bit unit `unit`, as
 //                                       ValueCodes counts codes
 //
-// Codes that are not scaled take a quarter of the instructions of decoded ones; scales and zeros are then factors of
-// scores and of probabilities. fp16 holds all integers up to 2048 and every e4m3. kCentre is the middle of the codes: a
-// row's zero is its minimum, and large terms that cancel would cost bits.
+// Codes that are not scaled take an eighth of the instructions of decoded ones; scales and zeros are then factors of
+// scores and of probabilities. Tensor cores take subnormal fp16 as they are and at full speed, so that the bits of a
+// code are a number where they lie.
 #ifndef TURBOATTN_KERNELS_COMMON_CODEC_CUH_
 #define TURBOATTN_KERNELS_COMMON_CODEC_CUH_
 

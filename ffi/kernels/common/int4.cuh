@@ -23,17 +23,12 @@ struct Codec<E, DType::kInt4> {
     pairs[3] = DecodePair<E, kSaturates>(ToFloat<3>(word), ToFloat<3>(top), scale);
   }
 
-  static constexpr float kCentre = 8.f;
-
-  // Under fp16's exponent of 1024 the nibble in bits 0 .. 3 counts 1, that in bits 4 .. 7 counts 16.
   static __device__ __forceinline__ void KeyCodes(uint32_t word, uint32_t (&pairs)[4]) {
-    constexpr uint32_t k1024 = 0x64006400u, kMinus1032 = 0xe408e408u;  // fp16, twice
-    constexpr uint32_t kSixteenth = 0x2c002c00u, kMinus72 = 0xd480d480u;
     const uint32_t rest = word >> 8;
-    pairs[0] = AddPair(AndOr(word, 0x000f000fu, k1024), kMinus1032);
-    pairs[1] = FmaPair(AndOr(word, 0x00f000f0u, k1024), kSixteenth, kMinus72);
-    pairs[2] = AddPair(AndOr(rest, 0x000f000fu, k1024), kMinus1032);
-    pairs[3] = FmaPair(AndOr(rest, 0x00f000f0u, k1024), kSixteenth, kMinus72);
+    pairs[0] = word & 0x000f000fu;
+    pairs[1] = word & 0x00f000f0u;
+    pairs[2] = rest & 0x000f000fu;
+    pairs[3] = rest & 0x00f000f0u;
   }
 
   static __device__ __forceinline__ void ValueCodes(uint32_t word, uint32_t (&pairs)[4]) { KeyCodes(word, pairs); }

@@ -21,27 +21,17 @@ struct Codec<E, DType::kInt8> {
 
   static __device__ __forceinline__ int UnitElement(int unit, int i) { return 2 * unit + i; }
 
-  static constexpr float kCentre = 128.f;
-
   static __device__ __forceinline__ void KeyCodes(uint32_t word, uint32_t (&pairs)[2]) {
-    pairs[0] = ToFp16<0x4140>(word);
-    pairs[1] = ToFp16<0x4342>(word);
+    pairs[0] = __byte_perm(word, 0, 0x4140);
+    pairs[1] = __byte_perm(word, 0, 0x4342);
   }
 
   static __device__ __forceinline__ void ValueCodes(uint32_t word, uint32_t (&pairs)[2]) {
-    pairs[0] = ToFp16<0x4240>(word);
-    pairs[1] = ToFp16<0x4341>(word);
+    pairs[0] = __byte_perm(word, 0, 0x4240);
+    pairs[1] = __byte_perm(word, 0, 0x4341);
   }
 
  private:
-  // Two bytes; those of kSelector that are 4 are the exponent byte of fp16's 1024, under which a byte is the low
-  // mantissa byte.
-  template <int kSelector>
-  static __device__ __forceinline__ uint32_t ToFp16(uint32_t word) {
-    constexpr uint32_t kMinus1152 = 0xe480e480u;  // fp16, twice: 1024 and the centre
-    return AddPair(__byte_perm(word, 0x64646464u, kSelector), kMinus1152);
-  }
-
   // Under the exponent of 2^23 a byte is the low mantissa byte.
   template <int kByte>
   static __device__ __forceinline__ float ToFloat(uint32_t word) {

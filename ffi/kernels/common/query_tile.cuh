@@ -30,12 +30,12 @@ __device__ inline const QueryPrologue* PrologueOf(const LinearAttentionParams&) 
 
 // Bias, RoPE and logn on rows begin .. end - 1 of a tile in shared memory, in float32 with one rounding at the end.
 // element(r, d): where column d of row r is. By `threads` threads, of which this is number `thread`. An item is a pair
-// of rotated columns, or a column that is not rotated, of kRowsPerItem consecutive rows: the heads of a token share its
+// of rotated columns, or a column that is not rotated, of consecutive rows: the heads of a token share its
 // angle. Reads and writes of an item are its own.
 template <class E, int kDim, int kRows, class Element>
 __device__ void ApplyPrologue(const QueryPrologue& prologue, int64_t b, const TileRows<kRows>& tile, int begin, int end,
                               int thread, int threads, Element element) {
-  constexpr int kRowsPerItem = 8;
+  constexpr int kMaxItemRows = 8;
   const RopeParams& rope = prologue.rope;
   const int pairs = rope.dim / 2, columns = pairs + kDim - rope.dim;
   const auto load = [&](int r, int d) {
@@ -45,13 +45,17 @@ __device__ void ApplyPrologue(const QueryPrologue& prologue, int64_t b, const Ti
     return AddRn(x, prologue.bias_dtype == DType::kFloat32 ? static_cast<const float*>(prologue.bias)[i]
                                                            : ToFloat(static_cast<const E*>(prologue.bias)[i]));
   };
-  const int items = end > begin ? (end - begin + kRowsPerItem - 1) / kRowsPerItem * columns : 0;
+  const unsigned work = end > begin ? (end - begin) * columns : 0, each = work / threads;
+  const int item_rows = each < 1 ? 1 : each < kMaxItemRows ? each : kMaxItemRows;  // one item a thread, if that will do
+  const int items = work == 0 ? 0 : (end - begin + item_rows - 1) / item_rows * columns;
+#pragma unroll 1
   for (int item = thread; item < items; item += threads) {
-    const int column = item % columns, first = begin + item / columns * kRowsPerItem;
-    const int last = first + kRowsPerItem < end ? first + kRowsPerItem : end;
+    const int column = item % columns, first = begin + item / columns * item_rows;
+    const int last = first + item_rows < end ? first + item_rows : end;
     int64_t turned = -1;
     SinCos turn = {1.f, 0.f};
     float logn = 1.f;
+#pragma unroll 1
     for (int r = first; r < last; ++r) {
       if (tile.token[r] != turned) {
         turned = tile.token[r];

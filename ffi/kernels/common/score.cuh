@@ -213,20 +213,28 @@ __device__ FoundTile FindTile(int64_t batch, int64_t number, Count count) {
   return found;
 }
 
-// Sum of count(b) over all sequences; the whole block.
-template <int kThreads, class Count>
-__device__ int64_t SumOverSequences(int64_t batch, Count count) {
+// The sum of what the threads before this one have goes to *before; returns that of all. By the whole block, once in a
+// kernel.
+template <int kThreads>
+__device__ int ScanOverThreads(int mine, int* before) {
   constexpr int kWarps = kThreads / 32;
-  __shared__ int64_t s_sums[kWarps];
-  int64_t sum = 0;
-  for (int64_t b = threadIdx.x; b < batch; b += kThreads) sum += count(b);
-  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  if (threadIdx.x % 32 == 0) s_sums[threadIdx.x / 32] = sum;
+  __shared__ int s_sums[kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = mine;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) s_sums[warp] = sum;
   __syncthreads();
-  sum = 0;
-  for (int w = 0; w < kWarps; ++w) sum += s_sums[w];
-  __syncthreads();
-  return sum;
+  int total = 0;
+  *before = sum - mine;
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) *before += s_sums[w];
+    total += s_sums[w];
+  }
+  return total;
 }
 
 }  // namespace turboattn

@@ -58,6 +58,7 @@ struct SequenceView {
   bool has_tree = false;  // new tokens see each other by tree_mask instead of by causality
 
   __device__ RunRange Clip(int run, KeyRange positions) const {
+    if (runs[run].count == 0) return {0, 0};  // mostly, there is no prefix
     const int lo = runs[run].Before(positions.lo), hi = runs[run].Before(positions.hi);
     return {lo, hi < lo ? lo : hi};
   }

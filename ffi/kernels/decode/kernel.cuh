@@ -9,23 +9,23 @@
 #ifndef TURBOATTN_KERNELS_DECODE_KERNEL_CUH_
 #define TURBOATTN_KERNELS_DECODE_KERNEL_CUH_
 
+#include <cfloat>
+
 #include "core/heuristics.h"
-#include "kernels/common/merge_parts.cuh"
+#include "kernels/common/score.cuh"
 #include "kernels/decode/mainloop_sm80.cuh"
 #include "kernels/decode/new_rows.cuh"
 
 namespace turboattn::decode {
 
 // What a slot says of itself. parts == 0: it is not the first of its unit, or not in use.
-struct SlotInfo {
-  int parts;  // slots of the unit: this one, then first_next, first_next + step, ...
-  int first_next;
-  int step;
+struct alignas(16) SlotInfo {
+  int parts;  // of the unit: the slots from this one on, see SlotOfPart
   int rows;
-  int b;
+  int first_token;
   int head;       // kv head
   int first_row;  // row of the sequence, 32 bits: decode sequences are short
-  int unused;
+  int unused[3];
 };
 static_assert(sizeof(SlotInfo) == kSlotInts * sizeof(int32_t));
 
@@ -42,6 +42,12 @@ struct WorkspaceView {
   }
 };
 
+// Where part `part` of a unit lies whose first part is in `slot`. Parts cut by the grid: the unit goes on in slot 0 of
+// each block after the first.
+__device__ inline int64_t SlotOfPart(int64_t slot, int part, bool fixed_parts) {
+  return fixed_parts || part == 0 ? slot + part : slot + 2 * part - 1;
+}
+
 template <int kRows, int kDim>
 constexpr int64_t kSlotFloats = kRows * (kDim + 2);
 
@@ -55,49 +61,104 @@ __device__ __forceinline__ void StoreFour(void* out, DType out_dtype, int64_t el
   }
 }
 
-// A sequence's share of the flat list.
-struct Share {
-  int64_t units;    // kv heads x tiles of rows
-  int blocks;       // of a unit, at least 1
-  int part_blocks;  // of a part; 0: parts are cut by the grid
-  __device__ int parts() const { return part_blocks == 0 ? blocks : (blocks + part_blocks - 1) / part_blocks; }
-  // Length in the list: blocks, or parts when these are fixed.
-  __device__ int64_t cost() const { return units * parts(); }
-};
+__device__ inline int BlocksOf(int keys) { return static_cast<int>((keys + (kDecodeKeys - 1u)) / kDecodeKeys); }
+// Plain calls.
+__device__ inline int KeysOf(const CallFacts& facts, int kv_len) { return min(max(kv_len, 0), facts.max_keys); }
 
+// The blocks of sequence b, which are counted, and go to view and list unless these are null. Not inline: it is long,
+// and plain calls go without it.
+__device__ __noinline__ inline int ViewAny(const PagedAttentionParams& params, int b, int q_len, SequenceView* view,
+                                           BlockList<kDecodeKeys>* list) {
+  const SequenceView found = ViewSequence(params, b);
+  const BlockList<kDecodeKeys> blocks(found, 0, q_len - 1);
+  if (view != nullptr) {
+    *view = found;
+    *list = blocks;
+  }
+  return blocks.total();
+}
+
+// What ViewAny finds in plain calls.
+__device__ inline void ViewPlain(const PagedAttentionParams& params, const Share& share, int keys, SequenceView* view,
+                                 BlockList<kDecodeKeys>* list) {
+  const bool has_tree = params.score.tree_mask != nullptr, causal = params.score.is_causal && !has_tree;
+  const int64_t position = int64_t{share.kv_len} - share.q_len;
+  SequenceView found;
+  found.first_token = share.first_token;
+  found.q_len = share.q_len;
+  found.position = position;
+  found.rule = {causal, -1, -1};
+  found.runs[kOwnRun].count = keys;
+  found.has_tree = has_tree;
+  *view = found;
+  const int64_t common = causal ? position + 1 : has_tree ? position : keys;
+  BlockList<kDecodeKeys> blocks = {};
+  blocks.seen[kOwnRun].hi = keys;
+  blocks.common[kOwnRun].hi = static_cast<int>(Clamp(common, 0, keys));
+  blocks.count[kOwnRun] = BlocksOf(keys);
+  *list = blocks;
+}
+
+// The share of sequence b.
 template <int kRows>
-__device__ Share ShareOf(const PagedAttentionParams& params, int64_t b) {
-  const TokenRange range = QueryRange(params.seqs, b);
-  const int64_t q_len = range.hi - range.lo;
-  if (q_len == 0 || q_len > params.plan.decode_q_len) return {0, 1, 0};
-  const SequenceView view = ViewSequence(params, b);
-  const BlockList<kDecodeKeys> list(view, 0, q_len - 1);
-  const int blocks = list.total() > 0 ? list.total() : 1;
-  const int part = params.batch_invariant
-                       ? static_cast<int>(InvariantSplit(static_cast<int64_t>(blocks) * kDecodeKeys) / kDecodeKeys)
-                       : 0;
-  return {params.cache.num_kv_heads * ((q_len * GroupOf(params) + kRows - 1) / kRows), blocks, part};
+__device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& facts, int b) {
+  const Sequences& seqs = params.seqs;
+  Share share = {};
+  if (seqs.q_ranges == nullptr) {
+    share.q_len = static_cast<int>(seqs.uniform_q_len);
+    share.first_token = b * share.q_len;
+  } else {
+    const int tokens = static_cast<int>(seqs.num_tokens);
+    share.first_token = min(max(seqs.q_ranges[2 * static_cast<int64_t>(b)], 0), tokens);
+    share.q_len =
+        min(max(seqs.q_ranges[2 * static_cast<int64_t>(b) + 1], share.first_token), tokens) - share.first_token;
+  }
+  if (share.q_len == 0 || share.q_len > facts.decode_q_len) return share;
+  if (facts.plain) {
+    share.kv_len = seqs.kv_lens[b];
+    share.blocks = BlocksOf(KeysOf(facts, share.kv_len));
+  } else {
+    share.blocks = ViewAny(params, b, share.q_len, nullptr, nullptr);
+  }
+  share.blocks = max(share.blocks, 1);
+  share.parts = share.blocks;
+  const int units = static_cast<int>(params.cache.num_kv_heads) * ((share.q_len * facts.group + kRows - 1) / kRows);
+  if (params.batch_invariant) {
+    share.part_blocks =
+        static_cast<int>(InvariantSplit(static_cast<int64_t>(share.blocks) * kDecodeKeys) / kDecodeKeys);
+    share.parts = (share.blocks + share.part_blocks - 1) / share.part_blocks;
+  }
+  share.cost = units * share.parts;
+  return share;
 }
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
-    DecodeSm80(const __grid_constant__ PagedAttentionParams params) {
+    DecodeSm80(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts facts) {
   using E = typename Traits::E;
   constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kThreads = Traits::kThreads;
-  extern __shared__ __align__(128) unsigned char s_bytes[];
+  extern __shared__ __align__(512) unsigned char s_bytes[];  // rows of up to 512 bytes
   SharedSm80<Traits>& shared = *reinterpret_cast<SharedSm80<Traits>*>(s_bytes);
   LaunchDependents();  // the merge: its blocks wait for this grid's end where there is room for them
   const WorkspaceView workspace(params);
-  const int64_t batch = params.seqs.batch, group = GroupOf(params);
+  const int batch = static_cast<int>(params.seqs.batch), heads = static_cast<int>(params.cache.num_kv_heads);
+  const int group = facts.group;
   const bool fixed_parts = params.batch_invariant;
 
-  // Looked at twice: for the sum, and for this block's place.
-  const int64_t first_cost = threadIdx.x < batch ? ShareOf<kRows>(params, threadIdx.x).cost() : 0;
-  const auto cost = [&](int64_t b) { return b == threadIdx.x ? first_cost : ShareOf<kRows>(params, b).cost(); };
-  const int64_t total = SumOverSequences<kThreads>(batch, cost);
-  const int64_t blocks = total < gridDim.x ? total : gridDim.x;  // that have work
-  const int64_t each = blocks == 0 ? 0 : Divide(total, blocks), left = total - each * blocks;
-  const auto begin_of = [&](int64_t block) { return block * each + (block < left ? block : left); };
+  // A thread has a few sequences that follow each other, mostly one.
+  Share share = {};
+  const int each_thread = (batch + kThreads - 1) / kThreads;
+  int b = threadIdx.x * each_thread, my_cost = 0, my_begin;
+  for (const int end = min(b + each_thread, batch); b < end; ++b) {
+    share = ShareOf<kRows>(params, facts, b);
+    my_cost += share.cost;
+  }
+  --b;
+  const int total = ScanOverThreads<kThreads>(my_cost, &my_begin);
+  const int blocks = min(total, static_cast<int>(gridDim.x));  // that have work
+  const int each = blocks == 0 ? 0 : static_cast<int>(static_cast<unsigned>(total) / static_cast<unsigned>(blocks));
+  const int left = total - each * blocks;
+  const auto begin_of = [&](int block) { return block * each + min(block, left); };
 
   // Slots of this block that no part will claim say so; slots of other parts are set when their part is.
   if (threadIdx.x == 0) {
@@ -106,59 +167,72 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   }
 
   if (blockIdx.x < blocks) {
-    int64_t position = begin_of(blockIdx.x);
-    const int64_t end = begin_of(blockIdx.x + 1);
-    const FoundTile found = FindTile<kThreads>(batch, position, cost);
-    int64_t b = found.b, offset = found.index;
+    int position = begin_of(blockIdx.x);
+    const int end = begin_of(blockIdx.x + 1);
+    // The first part's sequence is found by the thread that has it, which has seen its last sequence last. The next
+    // ones are found by thread 0, which goes on from there.
+    bool finds = position >= my_begin && position - my_begin < my_cost, moves = true;
+    int offset = position - (my_begin + my_cost - share.cost);
     while (position < end) {
-      const Share share = ShareOf<kRows>(params, b);
-      if (offset >= share.cost()) {
-        ++b;
-        offset = 0;
-        continue;
+      if (finds) {
+        while (offset < 0 || offset >= share.cost) {
+          const bool back = offset < 0;
+          if (!back) offset -= share.cost;
+          b += back ? -1 : 1;
+          share = ShareOf<kRows>(params, facts, b);
+          if (back) offset += share.cost;
+          moves = true;
+        }
+        shared.b = b;
+        shared.offset = offset;
+        if (moves) {
+          shared.share = share;
+          if (facts.plain) {
+            ViewPlain(params, share, KeysOf(facts, share.kv_len), &shared.view, &shared.blocks);
+          } else {
+            ViewAny(params, b, share.q_len, &shared.view, &shared.blocks);
+          }
+        }
       }
-      const int64_t unit = Divide(offset, share.parts());
-      const int within = static_cast<int>(offset - unit * share.parts());
+      __syncthreads();  // and the part before this one has been read
+      share = shared.share;
+      b = shared.b;
+      offset = shared.offset;
+      const int unit = static_cast<int>(static_cast<unsigned>(offset) / static_cast<unsigned>(share.parts));
+      const int within = offset - unit * share.parts;
       const int first_block = fixed_parts ? within * share.part_blocks : within;
-      int num_blocks = share.blocks - first_block;
-      if (fixed_parts) {
-        num_blocks = min(num_blocks, share.part_blocks);
-      } else if (num_blocks > end - position) {
-        num_blocks = static_cast<int>(end - position);
-      }
-      const int64_t tile = Divide(unit, params.cache.num_kv_heads), head = unit - tile * params.cache.num_kv_heads;
-      const TokenRange range = QueryRange(params.seqs, b);
-      const int64_t q_len = range.hi - range.lo, first_row = tile * kRows;
-      const int rows = static_cast<int>(q_len * group - first_row < kRows ? q_len * group - first_row : kRows);
+      const int num_blocks = min(share.blocks - first_block, fixed_parts ? share.part_blocks : end - position);
+      const int tile = unit < heads ? 0 : unit / heads, head = unit - tile * heads, first_row = tile * kRows;
+      const int rows = min(share.q_len * group - first_row, kRows);
 
-      __syncthreads();  // the part before this one has been read
-      const SequenceView view = ViewSequence(params, b);
-      if (threadIdx.x == 0) {
-        shared.view = view;
-        shared.blocks = BlockList<kDecodeKeys>(view, 0, q_len - 1);
-      }
-      FillTileRows<kRows>(params, view, head, first_row, rows, &shared.rows);
-      __syncthreads();
-      // A fused step's new rows are stored while the query is made ready. They pass through memory that is ring 1's.
-      const NewRows<Traits> new_rows(params, shared.view, shared.blocks, b, head, first_block,
-                                     first_block + num_blocks);
       // A sequence without a key to see has one block in the list and none here.
       const int keyed = shared.blocks.total() == 0 ? 0 : num_blocks;
-      MainloopSm80<Traits> mainloop(params, shared, b, head, first_block, keyed, q_len > 1 || view.has_tree);
-      mainloop.LookUp(0);  // on its way while the query is
-      static_assert(sizeof(shared.query_at_first) <= sizeof(shared.rings[0]));
-      static_assert(kWarps * kDim * sizeof(float) <= sizeof(shared.rings[1]));
-      float* s_row = reinterpret_cast<float*>(&shared.rings[1]) + threadIdx.x / kWarp * kDim;
-      LoadQueryTile<E, kRows, kDim, kThreads>(params, b, shared.rows, rows, shared.query(),
-                                              [&] { new_rows.Store(s_row); });
-      if constexpr (Traits::kQuantised) {
-        MakeCodeQuery(shared);
+      MainloopSm80<Traits> mainloop(params, facts, shared, b, head, first_block, keyed,
+                                    share.q_len > 1 || shared.view.has_tree);
+      mainloop.LookUp(0);
+      QueryChunks<Traits> query(params, group, share.first_token, head, first_row, rows, share.q_len == 1);
+      const NewRows<Traits> new_rows(params, shared.view, shared.blocks, b, head, first_block,
+                                     first_block + num_blocks);
+      // New rows are stored before they are loaded back.
+      mainloop.Run(new_rows.Touch(first_block + Traits::kSteps - 1), [&] {
+        query.Put(shared.query());
+        FillTileRows<kRows>(params, shared.view, head, first_row, rows, &shared.rows);
         __syncthreads();
-      }
-
-      mainloop.TakeQuery();
-      __syncthreads();  // the rings take the query's place, and the new rows are in the cache
-      mainloop.Run();
+        new_rows.Store(shared.new_row());
+        if (const QueryPrologue* prologue = PrologueOf(params)) {
+          const auto element = [&](int r, int d) -> E& {
+            return shared.query()[SwizzledChunk<kDim / kChunk>(r, d / kChunk) * kChunk + d % kChunk];
+          };
+          ApplyPrologue<E, kDim>(*prologue, b, shared.rows, 0, rows, threadIdx.x, kThreads, element);
+          __syncthreads();
+        }
+        if constexpr (Traits::kQuantised) {
+          MakeCodeQuery(shared);
+          __syncthreads();
+        }
+        mainloop.TakeQuery();
+        __syncthreads();  // the rings take the query's place, and the new rows are in the cache
+      });
       __syncthreads();  // the rings become the exchange buffer
       mainloop.Publish();
       __syncthreads();
@@ -167,23 +241,21 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       const int64_t slot = fixed_parts ? position : 2 * static_cast<int64_t>(blockIdx.x) + (within == 0 ? 1 : 0);
       float* partial = workspace.data + slot * kSlotFloats<kRows, kDim>;
       if (threadIdx.x == 0 && !whole) {
-        SlotInfo info = {0, 0, 1, rows, static_cast<int>(b), static_cast<int>(head), static_cast<int>(first_row), 0};
+        SlotInfo info = {0, rows, share.first_token, head, first_row};
         if (within == 0 && fixed_parts) {
-          info.parts = share.parts();
-          info.first_next = static_cast<int>(slot + 1);
+          info.parts = share.parts;
         } else if (within == 0) {
-          // The unit goes on in slot 0 of each following block that begins before its end.
-          info.parts = 1;
-          for (int64_t next = blockIdx.x + 1; next < blocks && begin_of(next) < position + share.blocks; ++next)
-            ++info.parts;
-          info.first_next = static_cast<int>(2 * (blockIdx.x + 1));
-          info.step = 2;
+          const int last = position + share.blocks - 1,
+                    longer = left * (each + 1);  // ends of the unit, of longer blocks
+          info.parts =
+              1 - static_cast<int>(blockIdx.x) + (last < longer ? last / (each + 1) : left + (last - longer) / each);
         }
         workspace.info[slot] = info;
       }
       if (threadIdx.x == 0 && whole && fixed_parts) workspace.info[slot] = SlotInfo{};
       const WarpResults<Traits>& results = shared.results;
-      for (int i = threadIdx.x; i < kRows * (kDim / 4); i += kThreads) {
+#pragma unroll 1
+      for (int i = threadIdx.x; i < rows * (kDim / 4); i += kThreads) {
         const int row = i / (kDim / 4), d = i % (kDim / 4) * 4;
         float max = -Infinity(), sum = 0.f;
         for (int w = 0; w < kWarps; ++w) max = fmaxf(max, results.max[w][row]);
@@ -194,7 +266,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
           sum += weight * results.sum[w][row];
           x = {x.x + weight * o.x, x.y + weight * o.y, x.z + weight * o.z, x.w + weight * o.w};
         }
-        if (row >= rows) continue;
         if (whole) {
           const RowEnd end_of_row = EndRow(max, sum, params.score.sinks, shared.rows.head[row]);
           const int64_t out_row = shared.rows.token[row] * params.num_heads + shared.rows.head[row];
@@ -209,36 +280,73 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
           }
         }
       }
-      const int64_t taken = fixed_parts ? 1 : num_blocks;
+      const int taken = fixed_parts ? 1 : num_blocks;
       position += taken;
       offset += taken;
+      finds = threadIdx.x == 0;
+      moves = false;
     }
   }
   FillUnownedRows(params, static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32,
                   static_cast<int64_t>(gridDim.x) * kWarps);
 }
 
-// A block a slot, a warp a row: the partial results of the slot's unit, where the slot is the first of one, in their
-// order. Grid-stride over slots; blocks of other slots end at once.
+// What some parts of a row add up to.
+struct RowSum {
+  float max = -FLT_MAX;  // in exponents of 2; finite, so that a part without a key (-Inf) has the weight 0
+  float sum = 0.f;
+  float4 x = {0.f, 0.f, 0.f, 0.f};
+
+  __device__ void Add(float part_max, float part_sum, float4 part_x) {
+    const float both = fmaxf(max, part_max), old = Exp2(max - both), weight = Exp2(part_max - both);
+    max = both;
+    sum = sum * old + weight * part_sum;
+    x = {x.x * old + weight * part_x.x, x.y * old + weight * part_x.y, x.z * old + weight * part_x.z,
+         x.w * old + weight * part_x.w};
+  }
+};
+
+// A block a unit of several parts and row: blockIdx.y. Each of kGroups groups of threads adds every kGroups-th part, in
+// their order, then the first adds up what the others have. Slots that are not the first of a unit end at once.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kRows* kWarp, 1024 / (Traits::kRows * kWarp))
-    MergeSm80(const __grid_constant__ PagedAttentionParams params) {
-  constexpr int kRows = Traits::kRows, kDim = Traits::kDim;
+__global__ void __launch_bounds__(kMergeThreads)
+    MergeSm80(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts facts) {
+  constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kLanes = kDim / 4, kGroups = kMergeThreads / kLanes;
+  __shared__ float4 s_x[kGroups][kLanes];
+  __shared__ float2 s_state[kGroups];
   WaitForPrerequisites();
   const WorkspaceView workspace(params);
-  const int64_t slots = *workspace.slots_in_use, group = GroupOf(params);
-  const int row = threadIdx.x / kWarp;
-  for (int64_t slot = blockIdx.x; slot < slots; slot += gridDim.x) {
+  const bool fixed_parts = params.batch_invariant;
+  const int64_t slots = fixed_parts ? *workspace.slots_in_use : static_cast<int64_t>(gridDim.x);
+  const int row = blockIdx.y, group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  // Parts cut by the grid: the first of a unit has its block's second slot.
+  for (int64_t i = blockIdx.x; i < slots; i += gridDim.x) {
+    const int64_t slot = fixed_parts ? i : 2 * i + 1;
     const SlotInfo info = workspace.info[slot];
     if (info.parts == 0 || row >= info.rows) continue;
-    const auto part_of = [&](int i) {
-      const int64_t at = i == 0 ? slot : info.first_next + static_cast<int64_t>(i - 1) * info.step;
-      const float* data = workspace.data + at * kSlotFloats<kRows, kDim>;
-      return PartRow{data + row * kDim, data + kRows * kDim + row, data + kRows * kDim + kRows + row};
-    };
-    const int64_t r = info.first_row + row, i = Divide(r, group);
-    MergeParts<typename Traits::E, kDim>(params, info.parts, part_of, QueryRange(params.seqs, info.b).lo + i,
-                                         static_cast<int>(info.head * group + (r - i * group)));
+    RowSum all;
+#pragma unroll 2
+    for (int part = group; part < info.parts; part += kGroups) {
+      const float* data = workspace.data + SlotOfPart(slot, part, fixed_parts) * kSlotFloats<kRows, kDim>;
+      const float* states = data + kRows * kDim + row;
+      all.Add(states[0], states[kRows], reinterpret_cast<const float4*>(data + row * kDim)[lane]);
+    }
+    s_x[group][lane] = all.x;
+    if (lane == 0) s_state[group] = {all.max, all.sum};
+    __syncthreads();
+    if (group == 0) {
+#pragma unroll 1
+      for (int g = 1; g < min(kGroups, info.parts); ++g) all.Add(s_state[g].x, s_state[g].y, s_x[g][lane]);
+      const int r = info.first_row + row, token = r < facts.group ? 0 : r / facts.group;
+      const int head = info.head * facts.group + (r - token * facts.group);
+      const int64_t out_row = (int64_t{info.first_token} + token) * params.num_heads + head;
+      const RowEnd end = EndRow(all.max, all.sum, params.score.sinks, head);
+      const float f = end.factor;
+      StoreFour<typename Traits::E>(params.out, params.out_dtype, out_row * kDim + lane * 4,
+                                    {all.x.x * f, all.x.y * f, all.x.z * f, all.x.w * f});
+      if (lane == 0) params.lse[out_row] = end.lse;
+    }
+    __syncthreads();  // before the next unit's
   }
 }
 

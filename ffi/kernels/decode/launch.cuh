@@ -3,11 +3,38 @@
 #define TURBOATTN_KERNELS_DECODE_LAUNCH_CUH_
 
 #include <algorithm>
+#include <climits>
 
 #include "core/cuda_launch.h"
 #include "kernels/decode/kernel.cuh"
 
 namespace turboattn::decode {
+
+inline CallFacts FactsOf(const PagedAttentionParams& params) {
+  constexpr int64_t kIds = int64_t{INT_MAX} + 1;
+  const KvCache& cache = params.cache;
+  const Sequences& seqs = params.seqs;
+  CallFacts facts = {};
+  facts.group = static_cast<int>(params.num_heads / cache.num_kv_heads);
+  facts.decode_q_len = static_cast<int>(std::min<int64_t>(params.plan.decode_q_len, INT_MAX));
+  facts.max_keys = static_cast<int>(std::min<int64_t>(seqs.max_pages * cache.page_size, INT_MAX));
+  while (int64_t{1} << facts.page_shift < cache.page_size) ++facts.page_shift;
+  facts.layers = static_cast<unsigned>(std::min(cache.num_layers, kIds));
+  facts.pages = static_cast<unsigned>(std::min(cache.num_pages, kIds));
+  facts.plain =
+      seqs.prefix_len == nullptr && seqs.cp_rank == nullptr && seqs.cp_size == 1 && params.score.window == nullptr;
+  return facts;
+}
+
+// Whether 32 bits hold the positions in the list of work.
+template <int kRows>
+bool ListFits(const PagedAttentionParams& params) {
+  const Sequences& seqs = params.seqs;
+  const double rows = static_cast<double>(seqs.num_tokens) * (params.num_heads / params.cache.num_kv_heads);
+  const double units = params.cache.num_kv_heads * (seqs.batch + rows / kRows);
+  const double keys = static_cast<double>(seqs.max_pages + seqs.num_prefix_pages) * params.cache.page_size;
+  return units * (keys / kDecodeKeys + 2) < INT_MAX && seqs.num_tokens * params.num_heads <= INT_MAX;
+}
 
 template <class Traits>
 cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) {
@@ -27,24 +54,27 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   if (error != cudaSuccess) return error;
   const int blocks =
       static_cast<int>(std::min<int64_t>(static_cast<int64_t>(multiprocessors) * resident, kMaxDecodeBlocks));
-  if (blocks == 0) return cudaErrorInvalidConfiguration;
-  kernel<<<blocks, Traits::kThreads, kBytes, stream>>>(params);
+  if (blocks == 0 || !ListFits<Traits::kRows>(params)) return cudaErrorInvalidConfiguration;
+  const CallFacts facts = FactsOf(params);
+  kernel<<<blocks, Traits::kThreads, kBytes, stream>>>(params, facts);
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  const int64_t slots = params.batch_invariant ? params.plan.slots : 2 * blocks;
-  // 1024 threads reside on an SM. No slot, no sequence: one block that finds nothing.
-  const int64_t merging =
-      std::clamp<int64_t>(slots, 1, 1024 / (Traits::kRows * kWarp) * static_cast<int64_t>(multiprocessors));
+  // A unit of several parts has one block that has its first. Fixed parts: their slots are dealt out. No sequence: one
+  // block that finds nothing.
+  const int64_t merging = params.batch_invariant
+                              ? std::clamp<int64_t>(params.plan.slots, 1, 2 * static_cast<int64_t>(multiprocessors))
+                              : blocks;
   cudaLaunchAttribute dependent;
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(merging));
-  config.blockDim = dim3(Traits::kRows * kWarp);
+  const int64_t rows = static_cast<int64_t>(facts.decode_q_len) * facts.group;
+  config.gridDim = dim3(static_cast<unsigned>(merging), static_cast<unsigned>(std::min<int64_t>(rows, Traits::kRows)));
+  config.blockDim = dim3(kMergeThreads);
   config.stream = stream;
   config.attrs = &dependent;
   config.numAttrs = major >= 9 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, &MergeSm80<Traits>, params);
+  return cudaLaunchKernelEx(&config, &MergeSm80<Traits>, params, facts);
 }
 
 template <DType kE, DType kKv, int kHeadDim>

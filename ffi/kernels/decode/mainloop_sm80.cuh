@@ -7,8 +7,10 @@
 // The columns of S^T and O^T are the same in every lane, so the softmax state of a column lives where its sums do.
 //
 // Codes become fp16 in registers between ldmatrix and mma, unscaled: a key is code * scale + zero, so its score is
-// scale * (q . code) + zero * sum(q), counted from the middle of the codes, and a value's scale is a factor of its
-// probability. Both products are then of fp16 whatever E is; queries and scaled probabilities are brought into its
+// scale * (q . code) + zero * sum(q), and a value's scale is a factor of its probability. Values are counted from the
+// middle of the codes: a row's zero is its minimum, and the rounding of probabilities would count for more. The middle
+// is subtracted at the end, where it is one more tile of O^T, the product with a V^T whose codes are all the middle.
+// Both products are then of fp16 whatever E is; queries and scaled probabilities are brought into its
 // range by powers of two. ldmatrix moves 16 bits, two or four codes, so the order of a row's elements is permuted. A
 // lane holds one word of each 16-byte chunk of a key, 4 or 8 neighbours: 4 of them are its share of a step of 16
 // elements, and the query's fragments are loaded in the same order (QueryElement). Of a value row it holds 16 bits of
@@ -33,7 +35,8 @@ namespace turboattn::decode {
 // A warp's ring: K and V of 16 keys a step, and their (scale, zero) pairs.
 template <class Traits>
 struct RingSm80 {
-  alignas(128) unsigned char tile[Traits::kSteps][2][Traits::kTileBytes];
+  alignas(Traits::kStoredBytes < 128 ? 128
+                                     : Traits::kStoredBytes) unsigned char tile[Traits::kSteps][2][Traits::kTileBytes];
   uint32_t row_params[Traits::kSteps][2][kHasRowParams<Traits::kKvDType> ? kWarpKeys : 1];
 };
 
@@ -45,37 +48,104 @@ struct WarpResults {
   float sum[kWarps][Traits::kRows];
 };
 
-// A row of the query tile against codes: the tile holds query / unit in fp16.
+// A row of the query tile against codes: the tile holds query / unit in fp16; int4: see Codec.
 template <int kRows>
 struct CodeQuery {
   float unit[kRows];  // a power of two
-  float sum[kRows];   // of what the tile holds
+  float sum[kRows];   // of query / unit
 };
 
-// The query tile gives its place to the rings when it goes to registers.
+// What every thread would otherwise compute from the call: a block's start takes as long as its instructions take to
+// arrive, some 35 cycles each.
+struct CallFacts {
+  int group;               // query heads of a kv head
+  int decode_q_len;        // see PagedPlan
+  int max_keys;            // M * P, as far as kv_lens can reach
+  int page_shift;          // P = 2^page_shift
+  unsigned layers, pages;  // L and N, as far as an int32 can name them
+  bool plain;              // the keys are [0, kv_len), and nothing but causality and a tree hides any
+};
+
+// A sequence's share of the flat list.
+struct Share {
+  int first_token, q_len;
+  int kv_len;       // plain calls
+  int blocks;       // of a unit, at least 1
+  int part_blocks;  // of a part; 0: parts are cut by the grid
+  int parts;        // of a unit: that many of part_blocks, or blocks
+  int cost;         // length in the list: parts of all units, which are kv heads x tiles of rows
+};
+
+// The last step of each ring is empty until the first has been multiplied. By then the query is in registers: until
+// then it lies there, where it fits, and new rows of a fused step pass through another ring's.
 template <class Traits>
 struct SharedSm80 {
+  static constexpr int kQueryElements = Traits::kRows * Traits::kDim, kStepBytes = 2 * Traits::kTileBytes;
+  static constexpr bool kQueryInRing =
+      Traits::kQueryInRegisters && kQueryElements * sizeof(typename Traits::E) <= kStepBytes;
+  static_assert(kWarps * Traits::kDim * sizeof(float) <= kStepBytes);
+
   union {
     RingSm80<Traits> rings[kWarps];
     WarpResults<Traits> results;
-    typename Traits::E query_at_first[Traits::kQueryInRegisters ? Traits::kRows * Traits::kDim : 1];
   };
-  alignas(128) typename Traits::E query_kept[Traits::kQueryInRegisters ? 8 : Traits::kRows * Traits::kDim];
+  alignas(128) typename Traits::E query_apart[kQueryInRing ? 8 : kQueryElements];
   TileRows<Traits::kRows> rows;
   CodeQuery<Traits::kQuantised ? Traits::kRows : 1> code_query;
+  // The sequence that is worked on, and where in its share.
+  int b, offset;
+  Share share;
   SequenceView view;
   BlockList<kDecodeKeys> blocks;
 
   __device__ typename Traits::E* query() {
-    if constexpr (Traits::kQueryInRegisters) {
-      return query_at_first;
+    if constexpr (kQueryInRing) {
+      return reinterpret_cast<typename Traits::E*>(rings[0].tile[Traits::kSteps - 1]);
     } else {
-      return query_kept;
+      return query_apart;
     }
+  }
+  // kDim floats of a warp's own.
+  __device__ float* new_row() {
+    return reinterpret_cast<float*>(rings[1].tile[Traits::kSteps - 1]) + threadIdx.x / kWarp * Traits::kDim;
   }
 };
 
-// The query tile for products with codes. fp16 has 11 bits from 2^-14 on: elements 2^28 times smaller than their row's
+// The query tile on its way: a thread's chunks of it.
+template <class Traits>
+class QueryChunks {
+ public:
+  __device__ QueryChunks(const PagedAttentionParams& params, int group, int first_token, int head, int first_row,
+                         int rows, bool one_token) {
+    const int heads = static_cast<int>(params.num_heads);
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) {
+      const int item = threadIdx.x + k * Traits::kThreads, r = item / kChunks;
+      x_[k] = {0, 0, 0, 0};
+      if (r >= rows) continue;
+      const int i = one_token ? 0 : (first_row + r) / group;
+      const int64_t row = static_cast<int64_t>(first_token + i) * heads + (head * group + first_row + r - i * group);
+      x_[k] = static_cast<const uint4*>(params.query)[row * kChunks + item % kChunks];
+    }
+  }
+
+  // Rows past the last are zeros. __syncthreads() before use.
+  __device__ void Put(typename Traits::E* s_query) const {
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) {
+      const int item = threadIdx.x + k * Traits::kThreads;
+      if (kItems % Traits::kThreads != 0 && item >= kItems) break;
+      reinterpret_cast<uint4*>(s_query)[SwizzledChunk<kChunks>(item / kChunks, item % kChunks)] = x_[k];
+    }
+  }
+
+ private:
+  static constexpr int kChunks = Traits::kDim / kChunk, kItems = Traits::kRows * kChunks;
+  static constexpr int kPerThread = (kItems + Traits::kThreads - 1) / Traits::kThreads;
+  uint4 x_[kPerThread];
+};
+
+// The query tile for products with codes. fp16 has 11 bits from 2^-14 on: elements 2^24 times smaller than their row's
 // largest still have all of theirs. By the whole block; __syncthreads() before use.
 template <class Traits>
 __device__ void MakeCodeQuery(SharedSm80<Traits>& shared) {
@@ -99,6 +169,8 @@ __device__ void MakeCodeQuery(SharedSm80<Traits>& shared) {
       top = fmaxf(top, fmaxf(fabsf(ToFloat(low)), fabsf(ToFloat(high))));  // NaN is left to itself
     }
     for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+    // int4: elements 4 i + 2 and 4 i + 3 meet codes that count 16-fold.
+    const float share = Traits::kKvDType == DType::kInt4 && lane % 2 != 0 ? 0x1p-4f : 1.f;
     // The largest element becomes 2^14 .. 2^15; the unit and its inverse are normal numbers.
     const int exponent = IsFinite(top) ? max(static_cast<int>(FloatToBits(top) >> 23) - 14, 27) : 127;
     const float inverse = BitsToFloat(static_cast<uint32_t>(254 - exponent) << 23);
@@ -107,12 +179,13 @@ __device__ void MakeCodeQuery(SharedSm80<Traits>& shared) {
     for (int d = 2 * lane; d < Traits::kDim; d += 64) {
       E low, high;
       halves(*pair_at(d), &low, &high);
-      const uint32_t pair = Pack<fp16>(ToFloat(low) * inverse, ToFloat(high) * inverse);
+      const uint32_t pair = Pack<fp16>(ToFloat(low) * inverse * share, ToFloat(high) * inverse * share);
       *pair_at(d) = pair;
       fp16 first, second;
       halves(pair, &first, &second);
       sum += ToFloat(first) + ToFloat(second);
     }
+    sum /= share;
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (lane == 0) {
       shared.code_query.unit[row] = BitsToFloat(static_cast<uint32_t>(exponent) << 23);
@@ -129,8 +202,12 @@ struct MainloopSm80 {
   static constexpr bool kRowParams = kHasRowParams<Traits::kKvDType>, kFp8 = Traits::kKvDType == DType::kFloat8E4M3;
   static constexpr int kDim = Traits::kDim, kColumns = Traits::kColumns, kSteps = Traits::kSteps;
   static constexpr int kStoredChunks = Traits::kStoredChunks;
+  static constexpr int kTiles = kDim / 16 + (kRowParams ? 1 : 0);  // of O^T; the last with the middle of the codes
+  static constexpr float kCodeUnit = 0x1p24f;                      // what makes a number of a subnormal code
   static constexpr float kMaxWeight = 0x1p15f;  // of a value's code, times probability: far below fp16's largest
-  static constexpr int kLookUp = 16;            // steps whose two groups of 8 keys the 32 lanes look up together
+  static constexpr int kMiddleCode = Traits::kKvDType == DType::kInt4 ? 8 : 128;
+  static constexpr int kOddShift = Traits::kKvDType == DType::kInt4 ? 4 : 0;  // int4: of codes in odd pairs, see Codec
+  static constexpr int kLookUp = 16;  // steps whose two groups of 8 keys the 32 lanes look up together
   static_assert(kSteps <= kLookUp);
 
   const PagedAttentionParams& params;
@@ -138,9 +215,9 @@ struct MainloopSm80 {
   RingSm80<Traits>& ring;
   const SequenceView& view;
   const BlockList<kDecodeKeys>& blocks;
+  const CallFacts& facts;
   const ScoreRule rule;
-  const int64_t b;
-  const int64_t head;     // kv head
+  const int head;         // kv head
   const int first_block;  // of this part of the unit
   const int num_blocks;
   const bool rows_differ;        // in what they see
@@ -149,44 +226,65 @@ struct MainloopSm80 {
   const int warp = threadIdx.x / 32;
 
   uint2 q[kColumns][kDim / 16];  // B fragments, where there are registers for them
-  float o[kDim / 16][kColumns][4] = {};
+  float o[kTiles][kColumns][4];
   float max[kColumns][2];  // of x (see ScoreRule), by column 2 c + e
-  float sum[kColumns][2] = {};
+  float sum[kColumns][2];
 
+  // A lane copies one chunk of every kRowsPerCopy-th row; a copy takes both groups, one, or part of one.
+  static constexpr int kRowsPerCopy = 32 / kStoredChunks, kStepBytes = 2 * Traits::kTileBytes;
+  const char* copy_from[2];  // of K and V, of group 0
+  const char* params_from;
+  uint32_t copy_to;  // in the first step of the ring
+  // ldmatrix: chunk 0 or 1 of a row of K and of V in the first step. Two chunks on is at ^ 32.
+  uint32_t key_fragment, value_fragment;
+
+  int32_t layer;
+  const int32_t* own_pages;
   int32_t next_entry = 0;
   bool next_present = false;
   int group = kNoGroup;
-  uint32_t mapped = 0, mapped_before = 0;  // by lane of the look-up, of the loader's batch of steps and the one before
+  uint32_t mapped = 0;  // two bits a step, one a group: of the step that is multiplied, the next, ... the last loaded
 
   // Codes.
   float unit[kColumns][2], query_sum[kColumns][2];  // see CodeQuery
-  float zeros[kColumns][2] = {};                    // sum of probability * zero of the values
+  float zeros[kColumns][2];                         // sum of probability * zero of the values
   float weight_unit = 0x1p126f;                     // a value's code has the weight probability * scale * weight_unit
   float head_scale[2];                              // fp8: of K and V
 
-  __device__ MainloopSm80(const PagedAttentionParams& params, SharedSm80<Traits>& shared, int64_t b, int64_t head,
-                          int first_block, int num_blocks, bool rows_differ)
+  __device__ MainloopSm80(const PagedAttentionParams& params, const CallFacts& facts, SharedSm80<Traits>& shared, int b,
+                          int head, int first_block, int num_blocks, bool rows_differ)
       : params(params),
         shared(shared),
         ring(shared.rings[threadIdx.x / 32]),
         view(shared.view),
         blocks(shared.blocks),
+        facts(facts),
         rule(MakeScoreRule(params.score)),
-        b(b),
         head(head),
         first_block(first_block),
         num_blocks(num_blocks),
         rows_differ(rows_differ) {
-    for (int n = 0; n < kColumns; ++n) max[n][0] = max[n][1] = -Infinity();
-    // First key of step s, if that is of the own run: first + kDecodeKeys * s.
+    layer = params.seqs.layer[b];
+    own_pages = params.seqs.page_table + static_cast<int64_t>(b) * static_cast<int>(params.seqs.max_pages);
+    // Step s, if it is of the own run, has the warp's keys number kWarps * (first + s) + warp, in units of kWarpKeys.
     const RunRange common = blocks.common[kOwnRun];
-    const int64_t first =
-        (int64_t{blocks.first[kOwnRun]} + first_block - blocks.count[0]) * kDecodeKeys + warp * kWarpKeys;
-    const auto steps = [&](int64_t keys) {  // that start before `keys` more than `first`
-      return static_cast<int>(keys <= 0 ? 0 : ::min((keys + kDecodeKeys - 1) / kDecodeKeys, int64_t{num_blocks}));
-    };
-    common_begin = ::max(steps(common.lo - first), ::max(blocks.count[0] - first_block, 0));
-    common_end = steps(common.hi - kWarpKeys + 1 - first);
+    const int first = blocks.first[kOwnRun] + first_block - blocks.count[0];
+    const int lo = static_cast<int>((common.lo + (kWarpKeys - 1u)) / kWarpKeys), hi = common.hi / kWarpKeys;
+    common_begin = ::max(((lo - warp + kWarps - 1) >> 2) - first, blocks.count[0] - first_block);
+    common_end = ((hi - warp - 1) >> 2) - first + 1;
+    static_assert(kWarps == 4);
+    const int r0 = lane / kStoredChunks, chunk = lane % kStoredChunks;
+    const int copied = r0 % 8 * Traits::kStoredBytes + chunk * 16;
+    copy_from[0] = static_cast<const char*>(params.cache.key) + copied;
+    copy_from[1] = static_cast<const char*>(params.cache.value) + copied;
+    params_from =
+        static_cast<const char*>(lane < kWarpKeys ? params.cache.key_params : params.cache.value_params) + lane % 8 * 4;
+    const uint32_t tiles = SharedAddress(ring.tile);
+    copy_to = Opaque(tiles + SwizzledChunk<kStoredChunks>(r0, chunk) * 16);
+    key_fragment = Opaque(tiles + SwizzledChunk<kStoredChunks>(lane % 16, lane / 16) * 16);
+    value_fragment = Traits::kQuantised
+                         ? key_fragment
+                         : Opaque(tiles + SwizzledChunk<kStoredChunks>(lane / 16 * 8 + lane % 8, lane / 8 % 2) * 16);
     if constexpr (kFp8) {
       head_scale[0] = HeadScale(params, params.cache.key_params, b, head);
       head_scale[1] = HeadScale(params, params.cache.value_params, b, head);
@@ -205,25 +303,29 @@ struct MainloopSm80 {
     const int run = blocks.RunOf(first_block + step), j = FirstKey(step) + lane % 2 * 8;
     const RunRange seen = blocks.seen[run];
     next_present = seen.Meets(j, 8);
-    if (next_present) next_entry = KeysOf(params, b, head, run).Entry(j);
+    if (next_present) next_entry = (run == kOwnRun ? own_pages : params.seqs.prefix_pages)[j >> facts.page_shift];
+  }
+
+  // PagedKeys::Group() of key j, in 32 bits: those of its result.
+  __device__ int GroupAt(int j, int32_t entry) const {
+    if (static_cast<unsigned>(layer) >= facts.layers || static_cast<unsigned>(entry) >= facts.pages) return kNoGroup;
+    const unsigned page = layer * static_cast<unsigned>(params.cache.num_pages) + entry;
+    const unsigned page_head = page * static_cast<unsigned>(params.cache.num_kv_heads) + head;
+    return static_cast<int>((page_head << (facts.page_shift - 3)) + ((j & ((1 << facts.page_shift) - 1)) >> 3));
   }
 
   // K and V of a step into the ring, or nothing past the last step; one group of copies either way.
   __device__ void Load(int step) {
+    mapped >>= 2;
     if (step < num_blocks) {
       if (step % kLookUp == 0) {
-        const int mine = step + lane / 2;
-        group = kNoGroup;
-        if (next_present) {
-          const int run = blocks.RunOf(first_block + mine);
-          group = KeysOf(params, b, head, run).Group(FirstKey(mine) + lane % 2 * 8, next_entry);
-        }
-        mapped_before = mapped;
-        mapped = __ballot_sync(~0u, group != kNoGroup);
+        group = next_present ? GroupAt(FirstKey(step + lane / 2) + lane % 2 * 8, next_entry) : kNoGroup;
         LookUp(step + kLookUp);
       }
       const int local = step % kLookUp * 2;
       const int groups[2] = {__shfl_sync(~0u, group, local), __shfl_sync(~0u, group, local + 1)};
+      if (groups[0] != kNoGroup) mapped |= 1u << (2 * kSteps - 2);
+      if (groups[1] != kNoGroup) mapped |= 1u << (2 * kSteps - 1);
       if (groups[0] != kNoGroup && groups[1] != kNoGroup && IsCommon(step)) {
         Copy(step, groups, [](int, int) { return true; });
       } else {
@@ -241,35 +343,30 @@ struct MainloopSm80 {
   // Rows of two groups; zeros in place of those that do not exist: exists(row of the step, its group).
   template <class Exists>
   __device__ void Copy(int step, const int (&groups)[2], Exists exists) {
-    // A lane copies one chunk of every kRowsPerCopy-th row; a copy takes both groups, one, or part of one.
-    constexpr int kRowsPerCopy = 32 / kStoredChunks;
-    const int r0 = lane / kStoredChunks, chunk = lane % kStoredChunks, slot = step % kSteps;
-    const char* from[2][2];  // of K and V, of the first row of each group that this lane copies
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int64_t offset =
-          static_cast<int64_t>(groups[h]) * (8 * Traits::kStoredBytes) + r0 % 8 * Traits::kStoredBytes + chunk * 16;
-      from[0][h] = static_cast<const char*>(params.cache.key) + offset;
-      from[1][h] = static_cast<const char*>(params.cache.value) + offset;
-    }
+    constexpr int kGroupBytes = 8 * Traits::kStoredBytes;
+    const int r0 = lane / kStoredChunks;
+    const uint32_t to = copy_to + step % kSteps * kStepBytes;
 #pragma unroll
     for (int kv = 0; kv < 2; ++kv) {
-      const uint32_t to = SharedAddress(ring.tile[slot][kv]);
+      const char* from[2];  // the first row of each group that this lane copies
+#pragma unroll
+      for (int h = 0; h < 2; ++h) from[h] = copy_from[kv] + static_cast<int64_t>(groups[h]) * kGroupBytes;
 #pragma unroll
       for (int i = 0; i < kWarpKeys / kRowsPerCopy; ++i) {
         const int h = kRowsPerCopy > 8 ? r0 / 8 : i * kRowsPerCopy / 8, r = i * kRowsPerCopy + r0;
-        const char* address = (h == 0 ? from[kv][0] : from[kv][1]) + i * kRowsPerCopy % 8 * Traits::kStoredBytes;
+        const char* address = (h == 0 ? from[0] : from[1]) + i * kRowsPerCopy % 8 * Traits::kStoredBytes;
         const bool valid = exists(r, h == 0 ? groups[0] : groups[1]);
-        CopyAsync16(to + SwizzledChunk<kStoredChunks>(r, chunk) * 16,
+        // Rows of 8 chunks and more: the low bits of a row's number turn the chunk's around.
+        const uint32_t turned = kStoredChunks >= 8 ? to ^ (i * kRowsPerCopy % 8 * 16) : to;
+        CopyAsync16(turned + kv * Traits::kTileBytes + i * kRowsPerCopy * Traits::kStoredBytes,
                     valid ? address : static_cast<const char*>(params.cache.key), valid);
       }
     }
     if constexpr (kRowParams) {
-      const int r = lane % kWarpKeys, which = lane / kWarpKeys, g = r < 8 ? groups[0] : groups[1];
+      const int r = lane % kWarpKeys, g = r < 8 ? groups[0] : groups[1];
       const bool valid = exists(r, g);
-      const void* array = which == 0 ? params.cache.key_params : params.cache.value_params;
-      const int64_t offset = valid ? (static_cast<int64_t>(g) * 8 + r % 8) * 4 : 0;
-      CopyAsync4(SharedAddress(&ring.row_params[slot][which][r]), static_cast<const char*>(array) + offset, valid);
+      CopyAsync4(SharedAddress(&ring.row_params[step % kSteps][lane / kWarpKeys][r]),
+                 valid ? params_from + static_cast<int64_t>(g) * 32 : params_from, valid);
     }
   }
 
@@ -311,22 +408,23 @@ struct MainloopSm80 {
     return UnpackRowScale<E>(ring.row_params[slot][which][key]);
   }
 
-  // The same with the value of the codes' centre in place of zero.
+  // The same with the value of the middle code in place of zero.
   __device__ RowScale CentredScaleOf(int slot, int which, int key) const {
     const RowScale row = ScaleOf(slot, which, key);
-    return {row.scale, fmaf(row.scale, Codes::kCentre, row.zero)};
+    return {row.scale, fmaf(row.scale, static_cast<float>(kMiddleCode), row.zero)};
   }
 
-  // s = K Q^T of one step.
+  // s = K Q^T of one step. A product waits for the one before it that adds to the same sums: there are two tiles of
+  // them, if need be both of the same columns.
   __device__ void MultiplyKeys(int slot, float (&s)[kColumns][4]) {
-    const uint32_t tile = SharedAddress(ring.tile[slot][0]);
-    const int row = lane % 16, half = lane / 16;
+    float other[4] = {};
+    const uint32_t tile = key_fragment + slot * kStepBytes;
     if constexpr (Traits::kQuantised) {
       constexpr int kPairs = Codes::kPerWord / 2;
 #pragma unroll
       for (int chunk = 0; chunk < kStoredChunks; chunk += 2) {
         uint32_t x[4];
-        LoadMatrix4(x, tile + SwizzledChunk<kStoredChunks>(row, chunk + half) * 16);
+        LoadMatrix4(x, tile ^ (16 * chunk));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t low[kPairs], high[kPairs];
@@ -339,31 +437,38 @@ struct MainloopSm80 {
 #pragma unroll
             for (int n = 0; n < kColumns; ++n) {
               const uint2 query = Query(n, k);
-              Mma<Operand>(s[n], a, query.x, query.y);
+              Mma<Operand>(kColumns == 1 && k % 2 != 0 ? other : s[n], a, query.x, query.y);
             }
           }
         }
       }
-      ScaleScores(slot, s);
     } else {
 #pragma unroll
       for (int k = 0; k < kDim / 16; ++k) {
         uint32_t a[4];
-        LoadMatrix4(a, tile + SwizzledChunk<kStoredChunks>(row, 2 * k + half) * 16);
+        LoadMatrix4(a, tile ^ (32 * k));
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
           const uint2 query = Query(n, k);
-          Mma<Operand>(s[n], a, query.x, query.y);
+          Mma<Operand>(kColumns == 1 && k % 2 != 0 ? other : s[n], a, query.x, query.y);
         }
       }
     }
+    if constexpr (kColumns == 1) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[0][e] += other[e];
+    }
+    if constexpr (Traits::kQuantised) ScaleScores(slot, s);
   }
 
   // From products with codes to scores.
   __device__ void ScaleScores(int slot, float (&s)[kColumns][4]) {
     RowScale scale[2];
     if constexpr (kRowParams) {
-      for (int half = 0; half < 2; ++half) scale[half] = CentredScaleOf(slot, 0, lane / 4 + 8 * half);
+      for (int half = 0; half < 2; ++half) {
+        scale[half] = ScaleOf(slot, 0, lane / 4 + 8 * half);
+        scale[half].zero = fmaf(scale[half].scale, 0.f, scale[half].zero);  // a key with a scale of Inf is NaN
+      }
     }
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
@@ -372,7 +477,7 @@ struct MainloopSm80 {
         const int c = e % 2;
         if constexpr (kRowParams) {
           const RowScale& of_key = scale[e / 2];
-          s[n][e] = fmaf(of_key.scale, s[n][e], of_key.zero * query_sum[n][c]) * unit[n][c];
+          s[n][e] = fmaf(of_key.scale, s[n][e] * kCodeUnit, of_key.zero * query_sum[n][c]) * unit[n][c];
         } else {
           s[n][e] *= unit[n][c];
         }
@@ -382,14 +487,13 @@ struct MainloopSm80 {
 
   // o += V^T P^T of one step.
   __device__ void MultiplyValues(int slot, const uint32_t (&p)[kColumns][2]) {
-    const uint32_t tile = SharedAddress(ring.tile[slot][1]);
+    const uint32_t tile = value_fragment + slot * kStepBytes;
     if constexpr (Traits::kQuantised) {
       constexpr int kPairs = Codes::kPerWord / 2;
-      const int row = lane % 16, half = lane / 16;
 #pragma unroll
       for (int chunk = 0; chunk < kStoredChunks; chunk += 2) {
         uint32_t x[4];
-        LoadMatrix4Transposed(x, tile + SwizzledChunk<kStoredChunks>(row, chunk + half) * 16);
+        LoadMatrix4Transposed(x, (tile ^ (16 * chunk)) + Traits::kTileBytes);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t first[kPairs], second[kPairs];  // of keys 2 c, 2 c + 1 and of 2 c + 8, 2 c + 9
@@ -404,12 +508,17 @@ struct MainloopSm80 {
           }
         }
       }
+      if constexpr (kRowParams) {
+        constexpr uint32_t kPair = kMiddleCode * 0x10001u, kOddPair = kPair << kOddShift;
+        const uint32_t middle[4] = {kPair, kOddPair, kPair, kOddPair};
+#pragma unroll
+        for (int n = 0; n < kColumns; ++n) Mma<Operand>(o[kTiles - 1][n], middle, p[n][0], p[n][1]);
+      }
     } else {
-      const int row = lane / 16 * 8 + lane % 8, half = lane / 8 % 2;
 #pragma unroll
       for (int d = 0; d < kDim / 16; ++d) {
         uint32_t a[4];
-        LoadMatrix4Transposed(a, tile + SwizzledChunk<kStoredChunks>(row, 2 * d + half) * 16);
+        LoadMatrix4Transposed(a, (tile ^ (32 * d)) + Traits::kTileBytes);
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) Mma<Operand>(o[d][n], a, p[n][0], p[n][1]);
       }
@@ -475,7 +584,7 @@ struct MainloopSm80 {
           if constexpr (kRowParams) zeros[n][e] *= alpha[e];
         }
 #pragma unroll
-        for (int d = 0; d < kDim / 16; ++d) {
+        for (int d = 0; d < kTiles; ++d) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) o[d][n][e] *= alpha[e % 2];
         }
@@ -507,7 +616,7 @@ struct MainloopSm80 {
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-      for (int d = 0; d < kDim / 16; ++d) {
+      for (int d = 0; d < kTiles; ++d) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) o[d][n][e] *= factor;
       }
@@ -600,7 +709,7 @@ struct MainloopSm80 {
     }
   }
 
-  // After LookUp(0); then a barrier, and Run().
+  // Then a barrier.
   __device__ void TakeQuery() {
     if constexpr (Traits::kQueryInRegisters) {
 #pragma unroll
@@ -624,21 +733,39 @@ struct MainloopSm80 {
     }
   }
 
-  __device__ void Run() {
-    for (int step = 0; step < kSteps - 1; ++step) Load(step);
+  __device__ void Reset() {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        max[n][e] = -Infinity();
+        sum[n][e] = zeros[n][e] = 0.f;
+      }
+#pragma unroll
+      for (int d = 0; d < kTiles; ++d) o[d][n][0] = o[d][n][1] = o[d][n][2] = o[d][n][3] = 0.f;
+    }
+  }
+
+  // After LookUp(0). take_query() leaves the query in place by TakeQuery(), and all that is loaded in memory: once,
+  // with a ring full of loads on their way, or before the first of them. The first loads and those of the loop are one
+  // piece of code: it takes longer to arrive than to run.
+  template <class TakeQuery>
+  __device__ void Run(bool query_first, TakeQuery take_query) {
+    const int query_step = query_first ? 1 - kSteps : 0;
 #pragma unroll 1
-    for (int step = 0; step < num_blocks; ++step) {
+    for (int step = 1 - kSteps; step < num_blocks || step <= 0; ++step) {
+      if (step == query_step) {
+        take_query();
+        Reset();
+      }
       WaitCopies<kSteps - 2>();
       __syncwarp();
-      const int ahead = step + kSteps - 1;
-      Load(ahead);
+      Load(step + kSteps - 1);
+      if (step < 0 || num_blocks == 0) continue;
       const int slot = step % kSteps;
       float s[kColumns][4] = {};
       MultiplyKeys(slot, s);
-      // The loader's last batch of look-ups may be the one after this step's.
-      const int loaded = ahead < num_blocks ? ahead : num_blocks - 1;
-      const uint32_t both = loaded / kLookUp == step / kLookUp ? mapped : mapped_before;
-      const uint32_t groups = both >> (step % kLookUp * 2) & 3u;
+      const uint32_t groups = mapped & 3u;
       const bool partial = groups != 3u || !IsCommon(step);
       const auto block = [&] {
         const int run = blocks.RunOf(first_block + step);
@@ -691,7 +818,13 @@ struct MainloopSm80 {
       for (int d = 0; d < kDim / 16; ++d) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float value = Traits::kQuantised ? fmaf(o[d][n][e], value_scale, zeros[n][e % 2]) : o[d][n][e];
+          float value = o[d][n][e];
+          if constexpr (kRowParams) {
+            const float codes = (value - o[kTiles - 1][n][e]) * (e < 2 ? kCodeUnit : kCodeUnit / (1 << kOddShift));
+            value = fmaf(codes, value_scale, zeros[n][e % 2]);
+          } else if constexpr (kFp8) {
+            value *= value_scale;
+          }
           results.o[warp][8 * n + lane % 4 * 2 + e % 2][ValueColumn(d, e)] = value;
         }
       }

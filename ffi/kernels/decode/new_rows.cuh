@@ -34,6 +34,13 @@ class NewRows {
         end_block_(end_block),
         first_(Load(FirstItem())) {}
 
+  // Whether one of blocks first_block .. end - 1 may have a new row among its keys.
+  __device__ bool Touch(int64_t end) const {
+    if (params_.append.key == nullptr) return false;
+    const int64_t position = view_.position - FirstPosition(params_.seqs);
+    return StoringBlock(blocks_, position < 0 ? 0 : LocalKey(position, params_.seqs.cp_size)) < end;
+  }
+
   // s_row: kDim floats of the warp's own. The block may read the stored rows after its next barrier.
   __device__ void Store(float* s_row) const {
     Row row = first_;

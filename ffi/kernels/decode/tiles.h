@@ -36,6 +36,8 @@ constexpr int kMaxSharedBytes = (kBlocks == 3      ? 74
                                                    : 162) *
                                 1024;
 
+constexpr int kMergeThreads = 256;  // of a block of the merge
+
 }  // namespace turboattn::decode
 
 #endif  // TURBOATTN_KERNELS_DECODE_TILES_H_
