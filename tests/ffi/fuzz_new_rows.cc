@@ -20,6 +20,7 @@
 
 #define __device__
 #define __forceinline__ inline
+#define __noinline__
 #define TURBOATTN_KERNELS_COMMON_APPEND_ROW_CUH_  // in its place: what is below
 struct {
   unsigned x;
@@ -51,7 +52,7 @@ void PutChunk(const AppendParams&, const Side&, int64_t, int64_t, const Chunk<E>
   std::memcpy(&g_chunk, &chunk, sizeof(g_chunk));
 }
 
-template <class Traits, class Turn>
+template <class Traits, int kWidth, class Turn>
 void FinishRow(const AppendParams&, bool is_key, int64_t row, int64_t, int64_t, Turn turn, float*) {
   g_turned[g_chunk] = turn(0).cos;
   if (threadIdx.x % kWarp * kChunk < Traits::kDim) g_stored[{row, is_key}].insert(g_chunk);
@@ -183,6 +184,12 @@ void FuzzStep(Random& random) {
     }
   }
 
+  decode::CallFacts facts = {};
+  facts.max_keys = static_cast<int>(columns * cache.page_size);
+  while (1 << facts.page_shift < cache.page_size) ++facts.page_shift;
+  facts.plain =
+      seqs.prefix_len == nullptr && seqs.cp_rank == nullptr && seqs.cp_size == 1 && params.score.window == nullptr;
+
   append::Stored all;
   append::g_turned.clear();
   for (int64_t b = 0; b < batch; ++b) {
@@ -196,9 +203,9 @@ void FuzzStep(Random& random) {
         end = random.In(begin + 1, total);
         append::g_stored.clear();
         for (threadIdx.x = 0; threadIdx.x < Traits::kThreads; ++threadIdx.x) {
-          const decode::NewRows<Traits> rows(params, view, blocks, b, head, begin, end);
+          const decode::NewRows<Traits> rows(params, facts, view, blocks, b, head, begin, end);
           float s_row[Traits::kDim];
-          rows.Store(s_row);
+          rows.Store(layer[b], s_row, nullptr);
         }
         for (const auto& [place, marks] : append::g_stored) {
           for (const uint16_t mark : marks) {

@@ -179,8 +179,9 @@ __device__ inline void PutChunk(const AppendParams& params, const Side& side, in
 }
 
 // The rest of the way, by the warp that put s_row there: into row `row` of [L,N,K,P], which is kv head `head` of
-// `layer`. turn(j): the SinCos of pair j.
-template <class Traits, class Turn>
+// `layer`. turn(j): the SinCos of pair j. kWidth: the row's, where it is known. Loops stay loops: their instructions
+// take longer to arrive than to run.
+template <class Traits, int kWidth = 0, class Turn>
 __device__ inline void FinishRow(const AppendParams& params, bool is_key, int64_t row, int64_t layer, int64_t head,
                                  Turn turn, float* s_row) {
   using E = typename Traits::E;
@@ -188,22 +189,27 @@ __device__ inline void FinishRow(const AppendParams& params, bool is_key, int64_
   const RopeParams& rope = params.rope;
   const int lane = threadIdx.x % kWarp;
   const Side side = SideOf(params, is_key);
+  const int width = kWidth > 0 ? kWidth : static_cast<int>(side.width);
   __syncwarp();
   if (is_key) {
-    for (int64_t j = lane; j < rope.dim / 2; j += kWarp) {
+#pragma unroll 1
+    for (int j = lane; j < rope.dim / 2; j += kWarp) {
       RopeRotate(turn(j), &s_row[RopeFirst(rope, j)], &s_row[RopeSecond(rope, j)]);
     }
     __syncwarp();
   }
-  float min = Infinity(), max = -Infinity(), poison = 0.f;
-  for (int64_t d = lane; d < side.width; d += kWarp) {
-    const float x = RoundTo<E>(s_row[d]);
-    s_row[d] = x;
-    min = fminf(min, x);
-    max = fmaxf(max, x);
-    poison = fmaf(x, 0.f, poison);
+  [[maybe_unused]] float min = Infinity(), max = -Infinity(), poison = 0.f;
+  if constexpr (kHasRowParams<kKv> || kKv == DType::kFloat8E4M3) {
+#pragma unroll 1
+    for (int d = lane; d < width; d += kWarp) {
+      const float x = RoundTo<E>(s_row[d]);
+      s_row[d] = x;
+      min = fminf(min, x);
+      max = fmaxf(max, x);
+      poison = fmaf(x, 0.f, poison);
+    }
+    __syncwarp();
   }
-  __syncwarp();
   [[maybe_unused]] RowScale scale{};
   if constexpr (kHasRowParams<kKv>) {
     scale = GroupRowScale<E, Traits::kBits, kWarp>(min, max, poison);
@@ -214,7 +220,8 @@ __device__ inline void FinishRow(const AppendParams& params, bool is_key, int64_
     fp8_scale = static_cast<const float*>(side.params)[layer * params.cache.num_kv_heads + head];
   }
   const RowEncoder<Traits::kBits> encoder(scale);
-  for (int64_t d = lane * kChunk; d < side.width; d += kWarp * kChunk) {
+#pragma unroll 1
+  for (int d = lane * kChunk; d < width; d += kWarp * kChunk) {
     float x[kChunk];
 #pragma unroll
     for (int e = 0; e < kChunk; ++e) x[e] = s_row[d + e];

@@ -29,13 +29,14 @@ __device__ inline const QueryPrologue* PrologueOf(const PagedAttentionParams& pa
 __device__ inline const QueryPrologue* PrologueOf(const LinearAttentionParams&) { return nullptr; }
 
 // Bias, RoPE and logn on rows begin .. end - 1 of a tile in shared memory, in float32 with one rounding at the end.
-// element(r, d): where column d of row r is. By `threads` threads, of which this is number `thread`. An item is a pair
-// of rotated columns, or a column that is not rotated, of consecutive rows: the heads of a token share its
-// angle. Reads and writes of an item are its own.
-template <class E, int kDim, int kRows, class Element>
-__device__ void ApplyPrologue(const QueryPrologue& prologue, int64_t b, const TileRows<kRows>& tile, int begin, int end,
-                              int thread, int threads, Element element) {
-  constexpr int kMaxItemRows = 8;
+// element(r, d): where column d of row r is; turn(r, j): the SinCos of pair j of row r. By kThreads threads, of which
+// this is number `thread`. A thread has pairs of rotated columns, and columns that are not rotated, of consecutive
+// rows: the heads of a token share its angle. What a thread reads and writes is its own.
+template <class E, int kDim, int kThreads, int kRows, class Element, class Turn>
+__device__ void ApplyPrologue(const QueryPrologue& prologue, const TileRows<kRows>& tile, int begin, int end,
+                              int thread, Element element, Turn turn) {
+  constexpr int kLanes = kDim >= 128 ? 64 : 32, kParts = kThreads / kLanes;  // of the columns and of the rows
+  static_assert(kThreads % kLanes == 0);
   const RopeParams& rope = prologue.rope;
   const int pairs = rope.dim / 2, columns = pairs + kDim - rope.dim;
   const auto load = [&](int r, int d) {
@@ -45,27 +46,24 @@ __device__ void ApplyPrologue(const QueryPrologue& prologue, int64_t b, const Ti
     return AddRn(x, prologue.bias_dtype == DType::kFloat32 ? static_cast<const float*>(prologue.bias)[i]
                                                            : ToFloat(static_cast<const E*>(prologue.bias)[i]));
   };
-  const unsigned work = end > begin ? (end - begin) * columns : 0, each = work / threads;
-  const int item_rows = each < 1 ? 1 : each < kMaxItemRows ? each : kMaxItemRows;  // one item a thread, if that will do
-  const int items = work == 0 ? 0 : (end - begin + item_rows - 1) / item_rows * columns;
+  const int each = (end - begin + kParts - 1) / kParts, first = begin + thread / kLanes * each;
+  const int last = first + each < end ? first + each : end;
 #pragma unroll 1
-  for (int item = thread; item < items; item += threads) {
-    const int column = item % columns, first = begin + item / columns * item_rows;
-    const int last = first + item_rows < end ? first + item_rows : end;
+  for (int column = thread % kLanes; column < columns; column += kLanes) {
     int64_t turned = -1;
-    SinCos turn = {1.f, 0.f};
+    SinCos angle = {1.f, 0.f};
     float logn = 1.f;
 #pragma unroll 1
     for (int r = first; r < last; ++r) {
       if (tile.token[r] != turned) {
         turned = tile.token[r];
-        if (column < pairs) turn = RopeSinCos(rope, b, column, turned, tile.position[r]);
+        if (column < pairs) angle = turn(r, column);
         logn = LognFactor(prologue, turned, tile.position[r]);
       }
       if (column < pairs) {
         const int d0 = static_cast<int>(RopeFirst(rope, column)), d1 = static_cast<int>(RopeSecond(rope, column));
         float x0 = load(r, d0), x1 = load(r, d1);
-        RopeRotate(turn, &x0, &x1);
+        RopeRotate(angle, &x0, &x1);
         element(r, d0) = FromFloat<E>(logn == 1.f ? x0 : MulRn(x0, logn));
         element(r, d1) = FromFloat<E>(logn == 1.f ? x1 : MulRn(x1, logn));
       } else {
@@ -75,6 +73,15 @@ __device__ void ApplyPrologue(const QueryPrologue& prologue, int64_t b, const Ti
       }
     }
   }
+}
+
+// The same for rows of sequence b.
+template <class E, int kDim, int kThreads, int kRows, class Element>
+__device__ void ApplyPrologue(const QueryPrologue& prologue, int64_t b, const TileRows<kRows>& tile, int begin, int end,
+                              int thread, Element element) {
+  ApplyPrologue<E, kDim, kThreads>(prologue, tile, begin, end, thread, element, [&](int r, int j) {
+    return RopeSinCos(prologue.rope, b, j, tile.token[r], tile.position[r]);
+  });
 }
 
 struct Nothing {
@@ -113,7 +120,7 @@ __device__ void LoadQueryTile(const Params& params, int64_t b, const TileRows<kR
     const auto element = [&](int r, int d) -> E& {
       return s_query[SwizzledChunk<kChunks>(r, d / kChunk) * kChunk + d % kChunk];
     };
-    ApplyPrologue<E, kDim>(*prologue, b, tile, 0, rows, threadIdx.x, blockDim.x, element);
+    ApplyPrologue<E, kDim, kThreads>(*prologue, b, tile, 0, rows, threadIdx.x, element);
     __syncthreads();
   }
 }

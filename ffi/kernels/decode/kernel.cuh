@@ -78,6 +78,12 @@ __device__ __noinline__ inline int ViewAny(const PagedAttentionParams& params, i
   return blocks.total();
 }
 
+template <int kRows>
+__device__ __noinline__ void FillAnyRow(const PagedAttentionParams& params, const SequenceView& view, int head,
+                                        int first_row, int rows, int r, TileRows<kRows>* tile) {
+  FillTileRow<kRows>(params, view, head, first_row, rows, r, tile);
+}
+
 // What ViewAny finds in plain calls.
 __device__ inline void ViewPlain(const PagedAttentionParams& params, const Share& share, int keys, SequenceView* view,
                                  BlockList<kDecodeKeys>* list) {
@@ -97,6 +103,24 @@ __device__ inline void ViewPlain(const PagedAttentionParams& params, const Share
   blocks.common[kOwnRun].hi = static_cast<int>(Clamp(common, 0, keys));
   blocks.count[kOwnRun] = BlocksOf(keys);
   *list = blocks;
+}
+
+// Row r of the tile; r < kRows.
+template <int kRows>
+__device__ inline void FillRow(const PagedAttentionParams& params, const CallFacts& facts, const SequenceView& view,
+                               int head, int first_row, int rows, int r, TileRows<kRows>* tile) {
+  if (!facts.plain) return FillAnyRow<kRows>(params, view, head, first_row, rows, r, tile);
+  const int row = first_row + r, i = row < facts.group ? 0 : static_cast<int>(static_cast<unsigned>(row) / facts.group);
+  const int keys = r < rows ? view.runs[kOwnRun].count : 0;
+  const int64_t position = view.position + i;
+  for (int run = 0; run < kRuns; ++run) tile->lo[run][r] = tile->hi[run][r] = 0;
+  tile->hi[kOwnRun][r] = view.rule.is_causal ? static_cast<int>(Clamp(position + 1, 0, keys)) : keys;
+  tile->position[r] = position;
+  tile->token[r] = view.first_token + i;
+  const int query_head = head * facts.group + row - i * facts.group;
+  tile->head[r] = query_head;
+  tile->slope[r] = r < rows && params.score.alibi_slopes != nullptr ? params.score.alibi_slopes[query_head] : 0.f;
+  tile->segment[r] = 0;
 }
 
 // The share of sequence b.
@@ -211,23 +235,47 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
                                     share.q_len > 1 || shared.view.has_tree);
       mainloop.LookUp(0);
       QueryChunks<Traits> query(params, group, share.first_token, head, first_row, rows, share.q_len == 1);
-      const NewRows<Traits> new_rows(params, shared.view, shared.blocks, b, head, first_block,
+      // The turns of a sequence's only token are for all rows of the query, and its key: a pair a thread.
+      const RopeParams& rope = params.prologue.rope;
+      const bool turns_once = share.q_len == 1, turns_pair = turns_once && threadIdx.x < rope.dim / 2;
+      const uint64_t rope_step = turns_pair && rope.turns != nullptr ? RopeStep(rope.turns, threadIdx.x) : 0;
+      const NewRows<Traits> new_rows(params, facts, shared.view, shared.blocks, b, head, first_block,
                                      first_block + num_blocks);
       // New rows are stored before they are loaded back.
       mainloop.Run(new_rows.Touch(first_block + Traits::kSteps - 1), [&] {
+        // Instructions of several warps arrive at the same time: each has work of its own, as far as it goes.
+        const int r = kThreads - 1 - threadIdx.x;
+        if (r < kRows) FillRow<kRows>(params, facts, shared.view, head, first_row, rows, r, &shared.rows);
+        if (turns_pair) {
+          const int j = threadIdx.x;
+          const int64_t token = share.first_token, at = shared.view.position;
+          shared.turns()[j] = rope.turns != nullptr
+                                  ? RopeTurn(rope, RopeAngle(rope_step, RopePosition(rope, j, token, at)))
+                                  : AnyTurn(rope, b, j, token, at);
+        }
         query.Put(shared.query());
-        FillTileRows<kRows>(params, shared.view, head, first_row, rows, &shared.rows);
         __syncthreads();
-        new_rows.Store(shared.new_row());
-        if (const QueryPrologue* prologue = PrologueOf(params)) {
+        new_rows.Store(mainloop.layer, shared.new_row(), turns_once && facts.same_rope ? shared.turns() : nullptr);
+        if (PrologueOf(params) != nullptr) {
           const auto element = [&](int r, int d) -> E& {
             return shared.query()[SwizzledChunk<kDim / kChunk>(r, d / kChunk) * kChunk + d % kChunk];
           };
-          ApplyPrologue<E, kDim>(*prologue, b, shared.rows, 0, rows, threadIdx.x, kThreads, element);
+          const auto turn = [&](int r, int j) {
+            return turns_once ? shared.turns()[j] : AnyTurn(rope, b, j, shared.rows.token[r], shared.rows.position[r]);
+          };
+          // The other two warps have a token's K and V.
+          if (params.append.key != nullptr && share.q_len == 1) {
+            constexpr int kFirst = kThreads / 2;
+            if (threadIdx.x < kFirst) {
+              ApplyPrologue<E, kDim, kFirst>(params.prologue, shared.rows, 0, rows, threadIdx.x, element, turn);
+            }
+          } else {
+            ApplyPrologue<E, kDim, kThreads>(params.prologue, shared.rows, 0, rows, threadIdx.x, element, turn);
+          }
           __syncthreads();
         }
         if constexpr (Traits::kQuantised) {
-          MakeCodeQuery(shared);
+          MakeCodeQuery(shared, rows);
           __syncthreads();
         }
         mainloop.TakeQuery();
@@ -235,6 +283,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       });
       __syncthreads();  // the rings become the exchange buffer
       mainloop.Publish();
+      // Read once more: registers were the mainloop's. Before the barrier: then the next sequence may take its place.
+      share = shared.share;
+      b = shared.b;
+      offset = shared.offset;
       __syncthreads();
 
       const bool whole = num_blocks == share.blocks;

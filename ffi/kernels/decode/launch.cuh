@@ -4,11 +4,20 @@
 
 #include <algorithm>
 #include <climits>
+#include <tuple>
 
 #include "core/cuda_launch.h"
 #include "kernels/decode/kernel.cuh"
 
 namespace turboattn::decode {
+
+inline bool SameRope(const RopeParams& a, const RopeParams& b) {
+  const auto all = [](const RopeParams& x) {
+    return std::tie(x.turns, x.base, x.positions, x.position_axes, x.dim, x.offset, x.interleaved, x.attention_factor,
+                    x.section_t, x.section_h, x.section_w, x.sections_interleaved);
+  };
+  return all(a) == all(b);
+}
 
 inline CallFacts FactsOf(const PagedAttentionParams& params) {
   constexpr int64_t kIds = int64_t{INT_MAX} + 1;
@@ -23,6 +32,7 @@ inline CallFacts FactsOf(const PagedAttentionParams& params) {
   facts.pages = static_cast<unsigned>(std::min(cache.num_pages, kIds));
   facts.plain =
       seqs.prefix_len == nullptr && seqs.cp_rank == nullptr && seqs.cp_size == 1 && params.score.window == nullptr;
+  facts.same_rope = SameRope(params.prologue.rope, params.append.rope);
   return facts;
 }
 

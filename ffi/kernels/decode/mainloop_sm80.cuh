@@ -55,17 +55,6 @@ struct CodeQuery {
   float sum[kRows];   // of query / unit
 };
 
-// What every thread would otherwise compute from the call: a block's start takes as long as its instructions take to
-// arrive, some 35 cycles each.
-struct CallFacts {
-  int group;               // query heads of a kv head
-  int decode_q_len;        // see PagedPlan
-  int max_keys;            // M * P, as far as kv_lens can reach
-  int page_shift;          // P = 2^page_shift
-  unsigned layers, pages;  // L and N, as far as an int32 can name them
-  bool plain;              // the keys are [0, kv_len), and nothing but causality and a tree hides any
-};
-
 // A sequence's share of the flat list.
 struct Share {
   int first_token, q_len;
@@ -77,7 +66,7 @@ struct Share {
 };
 
 // The last step of each ring is empty until the first has been multiplied. By then the query is in registers: until
-// then it lies there, where it fits, and new rows of a fused step pass through another ring's.
+// then it lies there, where it fits; turns and the new rows of a fused step pass through other rings'.
 template <class Traits>
 struct SharedSm80 {
   static constexpr int kQueryElements = Traits::kRows * Traits::kDim, kStepBytes = 2 * Traits::kTileBytes;
@@ -104,6 +93,11 @@ struct SharedSm80 {
     } else {
       return query_apart;
     }
+  }
+  // Where all rows are of one token: the turns of its pairs.
+  __device__ SinCos* turns() {
+    static_assert(Traits::kDim / 2 * sizeof(SinCos) <= kStepBytes);
+    return reinterpret_cast<SinCos*>(rings[2].tile[Traits::kSteps - 1]);
   }
   // kDim floats of a warp's own.
   __device__ float* new_row() {
@@ -146,13 +140,17 @@ class QueryChunks {
 };
 
 // The query tile for products with codes. fp16 has 11 bits from 2^-14 on: elements 2^24 times smaller than their row's
-// largest still have all of theirs. By the whole block; __syncthreads() before use.
+// largest still have all of theirs. Rows past `rows` are zeros already. By the whole block; __syncthreads() before use.
 template <class Traits>
-__device__ void MakeCodeQuery(SharedSm80<Traits>& shared) {
+__device__ void MakeCodeQuery(SharedSm80<Traits>& shared, int rows) {
   using E = typename Traits::E;
   constexpr int kChunks = Traits::kDim / kChunk;
   const int lane = threadIdx.x % 32;
-  for (int row = threadIdx.x / 32; row < Traits::kRows; row += kWarps) {
+  if (threadIdx.x >= rows && threadIdx.x < Traits::kRows) {
+    shared.code_query.unit[threadIdx.x] = shared.code_query.sum[threadIdx.x] = 0.f;
+  }
+#pragma unroll 1
+  for (int row = threadIdx.x / 32; row < rows; row += kWarps) {
     const auto pair_at = [&](int d) {
       return reinterpret_cast<uint32_t*>(shared.query() + SwizzledChunk<kChunks>(row, d / kChunk) * kChunk +
                                          d % kChunk);

@@ -18,14 +18,20 @@ __device__ inline int64_t StoringBlock(const BlockList<kDecodeKeys>& blocks, int
   return blocks.total() > 0 ? blocks.total() - 1 : 0;
 }
 
+// Not inline: it is long, and most calls turn by a table.
+__device__ __noinline__ inline SinCos AnyTurn(const RopeParams& rope, int b, int j, int64_t token, int64_t position) {
+  return RopeSinCos(rope, b, j, token, position);
+}
+
 // The new rows of one part, which takes in blocks first_block .. end_block - 1: for each of its tokens a row of K and
 // one of V, each moved by one warp. Made before the query is loaded, so that all loads are on their way together.
 template <class Traits>
 class NewRows {
  public:
-  __device__ NewRows(const PagedAttentionParams& params, const SequenceView& view, const BlockList<kDecodeKeys>& blocks,
-                     int64_t b, int64_t head, int64_t first_block, int64_t end_block)
+  __device__ NewRows(const PagedAttentionParams& params, const CallFacts& facts, const SequenceView& view,
+                     const BlockList<kDecodeKeys>& blocks, int b, int head, int first_block, int end_block)
       : params_(params),
+        facts_(facts),
         view_(view),
         blocks_(blocks),
         b_(b),
@@ -35,19 +41,20 @@ class NewRows {
         first_(Load(FirstItem())) {}
 
   // Whether one of blocks first_block .. end - 1 may have a new row among its keys.
-  __device__ bool Touch(int64_t end) const {
+  __device__ bool Touch(int end) const {
     if (params_.append.key == nullptr) return false;
-    const int64_t position = view_.position - FirstPosition(params_.seqs);
-    return StoringBlock(blocks_, position < 0 ? 0 : LocalKey(position, params_.seqs.cp_size)) < end;
+    const int64_t position = Position(0);
+    return BlockOf(position < 0 ? 0 : position) < end;
   }
 
-  // s_row: kDim floats of the warp's own. The block may read the stored rows after its next barrier.
-  __device__ void Store(float* s_row) const {
+  // layer: the sequence's. s_row: kDim floats of the warp's own. turns: of the pairs of the only token, or null. The
+  // block may read the stored rows after its next barrier.
+  __device__ void Store(int32_t layer, float* s_row, const SinCos* turns) const {
     Row row = first_;
 #pragma unroll 1
-    for (int64_t item = FirstItem(); item < Items(); item += kWarps) {
+    for (int item = FirstItem(); item < Items(); item += kWarps) {
       const Row next = Load(item + kWarps);
-      if (row.slot != kUnmapped) Store(item, row, s_row);
+      if (row.slot >= 0) Store(item, row, layer, s_row, turns);
       row = next;
     }
   }
@@ -58,60 +65,80 @@ class NewRows {
   static_assert(kDim <= kWarp * kChunk, "a lane has one chunk of a row");
 
   struct Row {
-    int64_t slot = kUnmapped;  // of the page; kUnmapped: there is nothing to store
-    // Words as they were loaded: looking at them would wait for them.
-    int32_t layer = 0, page = 0;
+    int slot = -1;  // of the page; -1: there is nothing to store
+    // As they were loaded: looking at them would wait for them.
+    int32_t page = 0;
     uint4 source = {};  // the lane's chunk
   };
 
   // Items: K and V of the sequence's first token, of its second, ... The first warps are busy with the query.
-  __device__ int64_t Items() const { return params_.append.key != nullptr ? 2 * view_.q_len : 0; }
+  __device__ int Items() const { return params_.append.key != nullptr ? 2 * static_cast<int>(view_.q_len) : 0; }
   __device__ static int FirstItem() { return (threadIdx.x / kWarp + kWarps / 2) % kWarps; }
   __device__ static int Column() { return threadIdx.x % kWarp * kChunk; }
 
-  __device__ Row Load(int64_t item) const {
+  // Of token i, from the sequence's own first one.
+  __device__ int64_t Position(int i) const {
+    return view_.position + i - (facts_.plain ? 0 : FirstPosition(params_.seqs));
+  }
+
+  // Which block stores position >= 0, and where: as StoringBlock and FindWriteColumn have it. Plain: an int32 holds it.
+  __device__ int BlockOf(int64_t position) const {
+    if (!facts_.plain) return static_cast<int>(StoringBlock(blocks_, LocalKey(position, params_.seqs.cp_size)));
+    const int block = static_cast<int>(position) / kDecodeKeys, last = blocks_.total() - 1;
+    return last < 0 ? 0 : block < last ? block : last;
+  }
+  __device__ WriteColumn ColumnOf(int64_t position) const {
+    const int32_t* read_only_pages = params_.append.read_only_pages;
+    if (!facts_.plain) return FindWriteColumn(params_.cache, params_.seqs, read_only_pages, b_, position);
+    const int key = static_cast<int>(position), column = key >> facts_.page_shift;
+    if (key >= facts_.max_keys || (read_only_pages != nullptr && column < read_only_pages[b_])) return {kUnmapped, 0};
+    return {column, key & ((1 << facts_.page_shift) - 1)};
+  }
+
+  __device__ Row Load(int item) const {
     Row found;
     if (item >= Items()) return found;
     const AppendParams& append = params_.append;
-    const int64_t i = item / 2, position = view_.position - FirstPosition(params_.seqs) + i;
+    const int i = item / 2;
+    const int64_t position = Position(i);
     if (position < 0) return found;
-    const int64_t block = StoringBlock(blocks_, LocalKey(position, params_.seqs.cp_size));
+    const int block = BlockOf(position);
     if (block < first_block_ || block >= end_block_) return found;
-    const WriteColumn to = FindWriteColumn(params_.cache, params_.seqs, append.read_only_pages, b_, position);
+    const WriteColumn to = ColumnOf(position);
     if (to.column == kUnmapped) return found;
     if (Column() < kDim) {
       const void* source = item % 2 == 0 ? append.key : append.value;
       const int64_t source_row = (view_.first_token + i) * params_.cache.num_kv_heads + head_;
       found.source = static_cast<const uint4*>(source)[(source_row * kDim + Column()) / kChunk];
     }
-    found.layer = params_.seqs.layer[b_];
-    found.page = params_.seqs.page_table[b_ * params_.seqs.max_pages + to.column];
-    found.slot = to.slot;
+    found.page = params_.seqs.page_table[int64_t{b_} * params_.seqs.max_pages + to.column];
+    found.slot = static_cast<int>(to.slot);
     return found;
   }
 
-  __device__ void Store(int64_t item, const Row& row, float* s_row) const {
+  __device__ void Store(int item, const Row& row, int32_t layer, float* s_row, const SinCos* turns) const {
     static_assert(sizeof(Chunk<E>) == sizeof(uint4));
     const AppendParams& append = params_.append;
-    const int64_t page = PageOf(params_.cache, row.layer, row.page);
+    const int64_t page = PageOf(params_.cache, layer, row.page);
     if (page == kUnmapped) return;
     const bool is_key = item % 2 == 0;
-    const int64_t i = item / 2;
+    const int i = item / 2;
     if (Column() < kDim) {
       append::PutChunk(append, append::SideOf(append, is_key), head_, Column(),
                        reinterpret_cast<const Chunk<E>&>(row.source), s_row);
     }
-    const auto turn = [&](int64_t j) {
-      return RopeSinCos(append.rope, b_, j, view_.first_token + i, view_.position + i);
+    const auto turn = [&](int j) {
+      return turns != nullptr ? turns[j] : AnyTurn(append.rope, b_, j, view_.first_token + i, view_.position + i);
     };
     const int64_t to = CacheRow(params_.cache, page, head_, row.slot);
-    append::FinishRow<Traits>(append, is_key, to, row.layer, head_, turn, s_row);
+    append::FinishRow<Traits, kDim>(append, is_key, to, layer, head_, turn, s_row);
   }
 
   const PagedAttentionParams& params_;
+  const CallFacts& facts_;
   const SequenceView& view_;
   const BlockList<kDecodeKeys>& blocks_;
-  const int64_t b_, head_, first_block_, end_block_;
+  const int b_, head_, first_block_, end_block_;
   const Row first_;
 };
 

@@ -8,6 +8,18 @@
 
 namespace turboattn::decode {
 
+// What every thread would otherwise compute from the call: a block's start takes as long as its instructions take to
+// arrive, some 35 cycles each.
+struct CallFacts {
+  int group;               // query heads of a kv head
+  int decode_q_len;        // see PagedPlan
+  int max_keys;            // M * P, as far as kv_lens can reach
+  int page_shift;          // P = 2^page_shift
+  unsigned layers, pages;  // L and N, as far as an int32 can name them
+  bool plain;              // the keys are [0, kv_len), and nothing but causality and a tree hides any
+  bool same_rope;          // of the query and of new keys
+};
+
 // kRowTile: (token, head of the group) rows of a unit, 8 or 16: the columns of n8 tiles.
 template <DType kEType, DType kKv, int kHeadDim, int kRowTile>
 struct TraitsSm80 {

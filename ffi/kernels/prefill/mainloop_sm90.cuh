@@ -660,7 +660,7 @@ struct ConsumerSm90 {
   __device__ __forceinline__ void ApplyPrologueToRows(const QueryPrologue& prologue, const TileSm90<Traits>& tile) {
     const int begin = 64 * warpgroup, end = min(begin + 64, tile.num_rows);
     const auto element = [&](int r, int d) -> E& { return shared.query[PanelIndex<Traits::kRows>(r, d)]; };
-    ApplyPrologue<E, kDim>(prologue, tile.b, *rows, begin, end, thread, kWarpgroup, element);
+    ApplyPrologue<E, kDim, kWarpgroup>(prologue, tile.b, *rows, begin, end, thread, element);
     FenceAsyncProxy();
     SyncWarpgroup();
   }
