@@ -25,7 +25,7 @@
 struct {
   unsigned x;
 } threadIdx;
-struct uint4 {
+struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
 inline int __ffs(int x) { return __builtin_ffs(x); }
