@@ -244,7 +244,7 @@ struct MainloopSm80 {
   uint32_t mapped = 0;  // two bits a step, one a group: of the step that is multiplied, the next, ... the last loaded
 
   // Codes.
-  float unit[kColumns][2], query_sum[kColumns][2];  // see CodeQuery
+  float unit[kColumns][2], query_sum[kColumns][2];  // see CodeQuery; where the query is in registers
   float zeros[kColumns][2];                         // sum of probability * zero of the values
   float weight_unit = 0x1p126f;                     // a value's code has the weight probability * scale * weight_unit
   float head_scale[2];                              // fp8: of K and V
@@ -459,6 +459,13 @@ struct MainloopSm80 {
     if constexpr (Traits::kQuantised) ScaleScores(slot, s);
   }
 
+  // Of row r of the tile, see CodeQuery; with the keys' scale, where it is one of the head. A key's products with a
+  // scale of Inf or NaN are of both signs, or NaN themselves.
+  __device__ float LoadUnit(int r) const {
+    const float key_scale = !kFp8 ? 1.f : IsFinite(head_scale[0]) ? head_scale[0] : QuietNan();
+    return shared.code_query.unit[r] * key_scale;
+  }
+
   // From products with codes to scores.
   __device__ void ScaleScores(int slot, float (&s)[kColumns][4]) {
     RowScale scale[2];
@@ -471,13 +478,18 @@ struct MainloopSm80 {
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int c = e % 2;
-        if constexpr (kRowParams) {
-          const RowScale& of_key = scale[e / 2];
-          s[n][e] = fmaf(of_key.scale, s[n][e] * kCodeUnit, of_key.zero * query_sum[n][c]) * unit[n][c];
-        } else {
-          s[n][e] *= unit[n][c];
+      for (int c = 0; c < 2; ++c) {
+        const int r = 8 * n + lane % 4 * 2 + c;
+        const float row_unit = Traits::kQueryInRegisters ? unit[n][c] : LoadUnit(r);
+        [[maybe_unused]] const float row_sum = Traits::kQueryInRegisters ? query_sum[n][c] : shared.code_query.sum[r];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float& x = s[n][2 * half + c];
+          if constexpr (kRowParams) {
+            x = fmaf(scale[half].scale, x * kCodeUnit, scale[half].zero * row_sum) * row_unit;
+          } else {
+            x *= row_unit;
+          }
         }
       }
     }
@@ -714,18 +726,13 @@ struct MainloopSm80 {
       for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
         for (int k = 0; k < kDim / 16; ++k) q[n][k] = LoadQuery(n, k);
-      }
-    }
-    if constexpr (Traits::kQuantised) {
-      // A key's products with a scale of Inf or NaN are of both signs, or NaN themselves.
-      const float key_scale = !kFp8 ? 1.f : IsFinite(head_scale[0]) ? head_scale[0] : QuietNan();
+        if constexpr (Traits::kQuantised) {
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int row = 8 * n + lane % 4 * 2 + e;
-          unit[n][e] = shared.code_query.unit[row] * key_scale;
-          query_sum[n][e] = shared.code_query.sum[row];
+          for (int e = 0; e < 2; ++e) {
+            const int row = 8 * n + lane % 4 * 2 + e;
+            unit[n][e] = LoadUnit(row);
+            query_sum[n][e] = shared.code_query.sum[row];
+          }
         }
       }
     }
