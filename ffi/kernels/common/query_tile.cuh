@@ -35,7 +35,7 @@ __device__ inline const QueryPrologue* PrologueOf(const LinearAttentionParams&) 
 template <class E, int kDim, int kThreads, int kRows, class Element, class Turn>
 __device__ void ApplyPrologue(const QueryPrologue& prologue, const TileRows<kRows>& tile, int begin, int end,
                               int thread, Element element, Turn turn) {
-  constexpr int kLanes = kDim >= 128 ? 64 : 32, kParts = kThreads / kLanes;  // of the columns and of the rows
+  constexpr int kLanes = kDim % 128 == 0 ? 64 : 32, kParts = kThreads / kLanes;  // of the columns and of the rows
   static_assert(kThreads % kLanes == 0);
   const RopeParams& rope = prologue.rope;
   const int pairs = rope.dim / 2, columns = pairs + kDim - rope.dim;
