@@ -113,15 +113,20 @@ __device__ __forceinline__ uint32_t AndOr(uint32_t a, uint32_t b, uint32_t c) {
   return result;
 }
 
-// a + b and a * b + c of two fp16 each, rounded once.
+// a + b of two fp16 and a * b + c of two E, rounded once.
 __device__ __forceinline__ uint32_t AddPair(uint32_t a, uint32_t b) {
   uint32_t sum;
   asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
   return sum;
 }
+template <class E>
 __device__ __forceinline__ uint32_t FmaPair(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t sum;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  if constexpr (std::is_same_v<E, bf16>) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  }
   return sum;
 }
 
