@@ -1,12 +1,13 @@
-// How stored codes of quantised keys and values become E in registers, exactly as kv_codec.h decodes them. One struct a
-// format (int8.cuh, int4.cuh, fp8.cuh), which has
+// How stored codes of quantised keys and values become E in registers, as kv_codec.h decodes them. One struct a format
+// (int8.cuh, int4.cuh, fp8.cuh), which has
 //
 //   Scale                               what the decoding of a row takes
 //   kPerWord                            codes in 32 bits
 //   MaySaturate(scale)                  whether codes of such a row may pass what E holds, or are NaN
 //   Neighbours<kSaturates>(word, scale, pairs)
 //                                       kPerWord neighbouring elements of a row, two a pair, in their order;
-//                                       !kSaturates: of rows that do not
+//                                       !kSaturates: of rows that do not, in fewer instructions and with one rounding
+//                                       to E, not of the float32 sum (int8 to bf16: within scale / 512 of it)
 //   KeyCodes(word, pairs)               as Neighbours, but the codes themselves, in fp16: int8 and int4 as subnormal
 //                                       numbers, 2^-24 times code i, and 2^-20 times that of an int4 pair with i odd
 //   ValueCodes(word, pairs)             likewise, where the word's halves are of two rows: pair i is code i of both
@@ -47,10 +48,10 @@ __device__ __forceinline__ RowScale UnpackRowScale(uint32_t packed) {
 template <class E>
 constexpr uint32_t kMaxFinitePair = std::is_same_v<E, bf16> ? 0x7f7f7f7fu : 0x7bff7bffu;
 
-// For codes of up to 8 bits.
+// For factors of the scale up to `largest`.
 template <class E>
-__device__ __forceinline__ bool MaySaturate(RowScale row) {
-  return !(fabsf(row.scale) * 256.f + fabsf(row.zero) <= MaxFinite<E>());
+__device__ __forceinline__ bool MaySaturate(RowScale row, float largest) {
+  return !(fabsf(row.scale) * largest + fabsf(row.zero) <= MaxFinite<E>());
 }
 
 // Two codes, as floats, of a row with these parameters. The product of a code of up to 8 bits and a scale of at most 11

@@ -12,10 +12,23 @@ struct Codec<E, DType::kInt4> {
   using Scale = RowScale;
   static constexpr int kPerWord = 8;
 
-  static __device__ __forceinline__ bool MaySaturate(Scale scale) { return turboattn::MaySaturate<E>(scale); }
+  static __device__ __forceinline__ bool MaySaturate(Scale scale) { return turboattn::MaySaturate<E>(scale, 16.f); }
 
   template <bool kSaturates = true>
   static __device__ __forceinline__ void Neighbours(uint32_t word, Scale scale, uint32_t (&pairs)[4]) {
+    if constexpr (!kSaturates) {
+      const uint32_t factor = Pack<E>(scale.scale, scale.scale), zero = Pack<E>(scale.zero, scale.zero);
+      if constexpr (std::is_same_v<E, bf16>) {
+        constexpr uint32_t k128 = 0x43004300u, kMinus128 = 0xc300c300u, kOne = 0x3f803f80u;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) pairs[i] = FmaPair<E>(AndOr(word >> 4 * i, 0x000f000fu, k128), kOne, kMinus128);
+      } else {
+        ToFp16(word, kMinus1024, kMinus64, pairs);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pairs[i] = FmaPair<E>(pairs[i], factor, zero);
+      return;
+    }
     const uint32_t top = word >> 16;
     pairs[0] = DecodePair<E, kSaturates>(ToFloat<0>(word), ToFloat<0>(top), scale);
     pairs[1] = DecodePair<E, kSaturates>(ToFloat<1>(word), ToFloat<1>(top), scale);
@@ -37,6 +50,20 @@ struct Codec<E, DType::kInt4> {
   static __device__ __forceinline__ int UnitElement(int unit, int i) { return unit / 2 * 8 + unit % 2 + 2 * i; }
 
  private:
+  static constexpr uint32_t kMinus1024 = 0xe400e400u, kMinus64 = 0xd400d400u;  // fp16, twice
+
+  // Under fp16's exponent of 1024 the nibble in bits 0 .. 3 counts 1, that in bits 4 .. 7 counts 16. minus: 1024 and
+  // 1024 / 16, and what else is to be taken off.
+  static __device__ __forceinline__ void ToFp16(uint32_t word, uint32_t minus, uint32_t minus_sixteenth,
+                                                uint32_t (&pairs)[4]) {
+    constexpr uint32_t k1024 = 0x64006400u, kSixteenth = 0x2c002c00u;
+    const uint32_t rest = word >> 8;
+    pairs[0] = AddPair(AndOr(word, 0x000f000fu, k1024), minus);
+    pairs[1] = FmaPair<fp16>(AndOr(word, 0x00f000f0u, k1024), kSixteenth, minus_sixteenth);
+    pairs[2] = AddPair(AndOr(rest, 0x000f000fu, k1024), minus);
+    pairs[3] = FmaPair<fp16>(AndOr(rest, 0x00f000f0u, k1024), kSixteenth, minus_sixteenth);
+  }
+
   // A nibble stays where it is, under the exponent that makes its lowest bit worth 1: 2^(23 - 4 kNibble).
   template <int kNibble>
   static __device__ __forceinline__ float ToFloat(uint32_t word) {

@@ -11,10 +11,27 @@ struct Codec<E, DType::kInt8> {
   using Scale = RowScale;
   static constexpr int kPerWord = 4;
 
-  static __device__ __forceinline__ bool MaySaturate(Scale scale) { return turboattn::MaySaturate<E>(scale); }
+  // bf16: neither may the offset of Neighbours<false>.
+  static __device__ __forceinline__ bool MaySaturate(Scale scale) {
+    return turboattn::MaySaturate<E>(scale, std::is_same_v<E, bf16> ? 65536.f : 256.f);
+  }
 
   template <bool kSaturates = true>
   static __device__ __forceinline__ void Neighbours(uint32_t word, Scale scale, uint32_t (&pairs)[2]) {
+    if constexpr (!kSaturates) {
+      if constexpr (std::is_same_v<E, bf16>) {
+        // The offset is off by up to scale / 512, where the largest codes are rounded to a multiple of scale.
+        const float offset = __fmaf_rn(-32768.f, scale.scale, scale.zero);
+        const auto decode = [&](float x) { return __fmaf_rn(x, scale.scale, offset); };
+        pairs[0] = Pack<E>(decode(Plus32768<0>(word)), decode(Plus32768<1>(word)));
+        pairs[1] = Pack<E>(decode(Plus32768<2>(word)), decode(Plus32768<3>(word)));
+      } else {
+        const uint32_t factor = Pack<E>(scale.scale, scale.scale), zero = Pack<E>(scale.zero, scale.zero);
+        pairs[0] = FmaPair<E>(ToFp16<0x4140>(word), factor, zero);
+        pairs[1] = FmaPair<E>(ToFp16<0x4342>(word), factor, zero);
+      }
+      return;
+    }
     pairs[0] = DecodePair<E, kSaturates>(ToFloat<0>(word), ToFloat<1>(word), scale);
     pairs[1] = DecodePair<E, kSaturates>(ToFloat<2>(word), ToFloat<3>(word), scale);
   }
@@ -36,6 +53,20 @@ struct Codec<E, DType::kInt8> {
   template <int kByte>
   static __device__ __forceinline__ float ToFloat(uint32_t word) {
     return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7650 | kByte)) - 0x1p23f;
+  }
+
+  // Two bytes. Those of kSelector that are 4 are the exponent byte of fp16's 1024, under which a byte is the low one of
+  // the mantissa.
+  template <int kSelector>
+  static __device__ __forceinline__ uint32_t ToFp16(uint32_t word) {
+    constexpr uint32_t kMinus1024 = 0xe400e400u;
+    return AddPair(__byte_perm(word, 0x64646464u, kSelector), kMinus1024);
+  }
+
+  // Under the exponent of 2^15 it is the middle one.
+  template <int kByte>
+  static __device__ __forceinline__ float Plus32768(uint32_t word) {
+    return __uint_as_float(__byte_perm(word, 0x47000000u, 0x7404 | kByte << 4));
   }
 };
 

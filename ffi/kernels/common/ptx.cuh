@@ -106,6 +106,30 @@ __device__ __forceinline__ uint32_t Pack<fp16>(float low, float high) {
   return packed;
 }
 
+// (a & b) | c, which the compiler makes two instructions of when b and c are constants.
+__device__ __forceinline__ uint32_t AndOr(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+  return result;
+}
+
+// a + b of two fp16 and a * b + c of two E, rounded once.
+__device__ __forceinline__ uint32_t AddPair(uint32_t a, uint32_t b) {
+  uint32_t sum;
+  asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+  return sum;
+}
+template <class E>
+__device__ __forceinline__ uint32_t FmaPair(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t sum;
+  if constexpr (std::is_same_v<E, bf16>) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  }
+  return sum;
+}
+
 // Each of two E, cut to -limit .. limit; `limit`: two E too. NaN stays NaN.
 template <class E>
 __device__ __forceinline__ uint32_t ClampPair(uint32_t pair, uint32_t limit);

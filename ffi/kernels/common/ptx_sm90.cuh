@@ -194,18 +194,6 @@ __device__ __forceinline__ void HoldRegisters(uint32_t (&a)[kTiles][4]) {
   }
 }
 
-// a b + c of two packed values.
-template <class E>
-__device__ __forceinline__ uint32_t MultiplyAddPairs(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t d;
-  if constexpr (std::is_same_v<E, bf16>) {
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  } else {
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  }
-  return d;
-}
-
 // Descriptor of a swizzled tile at `address`: panels `panel_bytes` apart (MN-major only).
 __device__ __forceinline__ uint64_t TileDescriptor(uint32_t address, int panel_bytes) {
   constexpr uint64_t kSwizzle128 = 1, kGroupBytes = 1024;

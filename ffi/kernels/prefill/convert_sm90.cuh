@@ -26,7 +26,7 @@ struct ConverterSm90 {
   SharedSm90<Traits>& shared;
   const int row = threadIdx.x % kWarpgroup;
   RingSlot<Traits::kCodeStages> code_slot{0};
-  RingSlot<kStages> slot{1};  // of both rings of tiles
+  RingSlot<kStages> key_slot{1}, value_slot{1};
 
   __device__ ConverterSm90(const Params& params, SharedSm90<Traits>& shared) : params(params), shared(shared) {}
 
@@ -37,48 +37,56 @@ struct ConverterSm90 {
       key_scale = Codes::MakeScale(HeadScale(params, params.cache.key_params, tile.b, tile.head));
       value_scale = Codes::MakeScale(HeadScale(params, params.cache.value_params, tile.b, tile.head));
     }
+    const int count = 2 * (tile.end - tile.begin);
 #pragma unroll 1
-    for (int i = 2 * (tile.end - tile.begin); i > 0; --i) {
-      const bool values = i % 2 != 0;
+    for (int i = 0; i < count; ++i) {
+      const bool values = HoldsValues(i, count);
+      const RingSlot<kStages> slot = values ? value_slot : key_slot;
       WaitBarrier(&shared.codes.full[code_slot.index], code_slot.parity, kCodesFull);
-      WaitBarrier(values ? &shared.value_empty[slot.index] : &shared.key_empty[slot.index], slot.parity,
-                  values ? kValueEmpty : kKeyEmpty);
+      uint4 codes[kStoredChunks];
+#pragma unroll
+      for (int chunk = 0; chunk < kStoredChunks; ++chunk) {
+        codes[chunk] = reinterpret_cast<const uint4*>(
+            shared.codes.tile[code_slot.index])[SwizzledChunk<kStoredChunks>(row, chunk)];
+      }
       const uint32_t mapped = shared.codes.mapped[code_slot.index];
-      if (!values && row == 0) shared.mapped[slot.index] = mapped;
       Scale scale = values ? value_scale : key_scale;
       if constexpr (kRowParams) {
         // Codes of unmapped pages are zeros, and so are to be the rows.
         const bool exists = (mapped >> (row / 8) & 1u) != 0;
         scale = UnpackRowScale<E>(exists ? shared.codes.row_params[code_slot.index][row] : 0u);
       }
+      const bool saturates = __any_sync(~0u, Codes::MaySaturate(scale));
+      __syncwarp();
+      if (threadIdx.x % kWarp == 0) Arrive(&shared.codes.empty[code_slot.index]);
+      code_slot.Advance();
+      WaitBarrier(values ? &shared.value_empty[slot.index] : &shared.key_empty[slot.index], slot.parity,
+                  values ? kValueEmpty : kKeyEmpty);
+      if (!values && row == 0) shared.mapped[slot.index] = mapped;
       E* const to = values ? shared.value[slot.index] : shared.key[slot.index];
-      if (__any_sync(~0u, Codes::MaySaturate(scale))) {
-        ConvertRow<true>(scale, to);
+      if (saturates) {
+        ConvertRow<true>(codes, scale, to);
       } else {
-        ConvertRow<false>(scale, to);
+        ConvertRow<false>(codes, scale, to);
       }
       FenceAsyncProxy();
       __syncwarp();
-      if (threadIdx.x % kWarp == 0) {
-        Arrive(values ? &shared.value_full[slot.index] : &shared.key_full[slot.index]);
-        Arrive(&shared.codes.empty[code_slot.index]);
+      if (threadIdx.x % kWarp == 0) Arrive(values ? &shared.value_full[slot.index] : &shared.key_full[slot.index]);
+      if (values) {
+        value_slot.Advance();
+      } else {
+        key_slot.Advance();
       }
-      code_slot.Advance();
-      if (values) slot.Advance();
     }
   }
 
  private:
   template <bool kSaturates>
-  __device__ __forceinline__ void ConvertRow(Scale scale, E* tile) const {
+  __device__ __forceinline__ void ConvertRow(const uint4 (&codes)[kStoredChunks], Scale scale, E* tile) const {
     constexpr int kPairs = Codes::kPerWord / 2;
-    const uint4* codes = reinterpret_cast<const uint4*>(shared.codes.tile[code_slot.index]);
-    uint4 next = codes[SwizzledChunk<kStoredChunks>(row, 0)];  // read one ahead, since it cannot pass a store
 #pragma unroll
     for (int chunk = 0; chunk < kStoredChunks; ++chunk) {
-      const uint4 packed = next;
-      if (chunk + 1 < kStoredChunks) next = codes[SwizzledChunk<kStoredChunks>(row, chunk + 1)];
-      const uint32_t words[4] = {packed.x, packed.y, packed.z, packed.w};
+      const uint32_t words[4] = {codes[chunk].x, codes[chunk].y, codes[chunk].z, codes[chunk].w};
       uint32_t pairs[4][kPairs];
 #pragma unroll
       for (int w = 0; w < 4; ++w) Codes::template Neighbours<kSaturates>(words[w], scale, pairs[w]);

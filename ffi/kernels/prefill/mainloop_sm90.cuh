@@ -81,8 +81,7 @@ enum WaitSm90 {
 
 constexpr int kRowWarps = 2;  // they fill in TileSm90::rows
 
-// Quantised caches: tiles of codes between the producers and the converters, K and V of a block in turn. Rows lie as
-// SwizzledChunk has them.
+// Quantised caches: tiles of codes between the producers and the converters. Rows lie as SwizzledChunk has them.
 template <class Traits, bool kQuantised = Traits::kQuantised>
 struct CodeRingSm90 {};
 template <class Traits>
@@ -93,6 +92,11 @@ struct CodeRingSm90<Traits, true> {
   uint64_t full[Traits::kCodeStages], empty[Traits::kCodeStages];
   uint32_t mapped[Traits::kCodeStages];  // see SharedSm90
 };
+
+// Whether the i-th of `count` tiles of codes holds values. They are copied and converted in the order in which
+// consumers wait: K of a block before V of the block before it. Values are released last, half a block's time before
+// they are needed again: to convert the next keys in that time too would make consumers wait.
+__device__ constexpr bool HoldsValues(int i, int count) { return i % 2 == 0 ? i > 0 : i == count - 1; }
 
 template <class Traits>
 struct SharedSm90 {
@@ -180,9 +184,7 @@ struct ProducerSm90 {
   bool next_present = false;
 
   __device__ ProducerSm90(const ArgumentsSm90<Params>& args, SharedSm90<Traits>& shared, bool values)
-      : args(args), shared(shared), values(values) {
-    if (Traits::kQuantised && values) slot.Advance();
-  }
+      : args(args), shared(shared), values(values) {}
 
   // Reads the page table early: the entry is used a block later. A box that no row sees has none.
   __device__ void LookUp(const TileSm90<Traits>& tile, int block) {
@@ -232,8 +234,6 @@ struct ProducerSm90 {
       }
     }
     __syncwarp();
-    slot.Advance();
-    slot.Advance();  // the other producer's
   }
 
   // A block's keys or values into the ring.
@@ -294,13 +294,16 @@ struct ProducerSm90 {
     if (tile.end == tile.begin) return;
     if constexpr (kPaged) LookUp(tile, tile.end - 1);
     if (!values) LoadQuery(tile);
+    int block = tile.end - 1;
+    if constexpr (Traits::kQuantised) {
+      const int count = 2 * (tile.end - tile.begin);
 #pragma unroll 1
-    for (int block = tile.end - 1; block >= tile.begin; --block) {
-      if constexpr (Traits::kQuantised) {
-        LoadCodes(tile, block);
-      } else {
-        LoadBlock(tile, block);
+      for (int i = 0; i < count; ++i, slot.Advance()) {
+        if (HoldsValues(i, count) == values) LoadCodes(tile, block--);
       }
+    } else {
+#pragma unroll 1
+      for (; block >= tile.begin; --block) LoadBlock(tile, block);
     }
   }
 };
@@ -588,10 +591,10 @@ struct ConsumerSm90 {
 #pragma unroll
     for (int i = thread; i < kKeys * kValueDim / kChunk; i += kWarpgroup) {
       const uint4 x = tile[i];
-      sums[0] = MultiplyAddPairs<E>(x.x, 0, sums[0]);
-      sums[1] = MultiplyAddPairs<E>(x.y, 0, sums[1]);
-      sums[2] = MultiplyAddPairs<E>(x.z, 0, sums[2]);
-      sums[3] = MultiplyAddPairs<E>(x.w, 0, sums[3]);
+      sums[0] = FmaPair<E>(x.x, 0, sums[0]);
+      sums[1] = FmaPair<E>(x.y, 0, sums[1]);
+      sums[2] = FmaPair<E>(x.z, 0, sums[2]);
+      sums[3] = FmaPair<E>(x.w, 0, sums[3]);
     }
     const bool finite = ((sums[0] | sums[1] | sums[2] | sums[3]) & 0x7fff7fffu) == 0;
     return SyncNamedOr(kOwnBarrier + warpgroup, kWarpgroup, !finite);
