@@ -11,6 +11,7 @@ template <class E>
 struct Codec<E, DType::kInt4> {
   using Scale = RowScale;
   static constexpr int kPerWord = 8;
+  static constexpr int kMiddle = 8;
 
   static __device__ __forceinline__ bool MaySaturate(Scale scale) { return turboattn::MaySaturate<E>(scale, 16.f); }
 
@@ -23,7 +24,7 @@ struct Codec<E, DType::kInt4> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) pairs[i] = FmaPair<E>(AndOr(word >> 4 * i, 0x000f000fu, k128), kOne, kMinus128);
       } else {
-        ToFp16(word, kMinus1024, kMinus64, pairs);
+        ToFp16(word, 0xe400e400u, 0xd400d400u, pairs);  // -1024, -64
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) pairs[i] = FmaPair<E>(pairs[i], factor, zero);
@@ -37,6 +38,10 @@ struct Codec<E, DType::kInt4> {
   }
 
   static __device__ __forceinline__ void KeyCodes(uint32_t word, uint32_t (&pairs)[4]) {
+    ToFp16(word, 0xe408e408u, 0xd480d480u, pairs);  // -1024 - 8, -64 - 8
+  }
+
+  static __device__ __forceinline__ void ValueCodes(uint32_t word, uint32_t (&pairs)[4]) {
     const uint32_t rest = word >> 8;
     pairs[0] = word & 0x000f000fu;
     pairs[1] = word & 0x00f000f0u;
@@ -44,16 +49,12 @@ struct Codec<E, DType::kInt4> {
     pairs[3] = rest & 0x00f000f0u;
   }
 
-  static __device__ __forceinline__ void ValueCodes(uint32_t word, uint32_t (&pairs)[4]) { KeyCodes(word, pairs); }
-
   // Units 2 j and 2 j + 1 are the halves of word j.
   static __device__ __forceinline__ int UnitElement(int unit, int i) { return unit / 2 * 8 + unit % 2 + 2 * i; }
 
  private:
-  static constexpr uint32_t kMinus1024 = 0xe400e400u, kMinus64 = 0xd400d400u;  // fp16, twice
-
-  // Under fp16's exponent of 1024 the nibble in bits 0 .. 3 counts 1, that in bits 4 .. 7 counts 16. minus: 1024 and
-  // 1024 / 16, and what else is to be taken off.
+  // Under fp16's exponent of 1024 the nibble in bits 0 .. 3 counts 1, that in bits 4 .. 7 counts 16. minus: -1024 and
+  // -1024 / 16, and what else is to be taken off, twice.
   static __device__ __forceinline__ void ToFp16(uint32_t word, uint32_t minus, uint32_t minus_sixteenth,
                                                 uint32_t (&pairs)[4]) {
     constexpr uint32_t k1024 = 0x64006400u, kSixteenth = 0x2c002c00u;

@@ -7,10 +7,10 @@
 // The columns of S^T and O^T are the same in every lane, so the softmax state of a column lives where its sums do.
 //
 // Codes become fp16 in registers between ldmatrix and mma, unscaled: a key is code * scale + zero, so its score is
-// scale * (q . code) + zero * sum(q), and a value's scale is a factor of its probability. Values are counted from the
-// middle of the codes: a row's zero is its minimum, and the rounding of probabilities would count for more. The middle
-// is subtracted at the end, where it is one more tile of O^T, the product with a V^T whose codes are all the middle.
-// Both products are then of fp16 whatever E is; queries and scaled probabilities are brought into its
+// scale * (q . code) + zero * sum(q), and a value's scale is a factor of its probability. Both are counted from the
+// middle of the codes: a row's zero is its minimum, and large terms that cancel cost bits, of a score two, and would make
+// the rounding of probabilities count for more. Keys' codes are made so; of values the middle is subtracted at the end,
+// where it is one more tile of O^T, the product with a V^T whose codes are all the middle. Both products are then of fp16 whatever E is; queries and scaled probabilities are brought into its
 // range by powers of two. ldmatrix moves 16 bits, two or four codes, so the order of a row's elements is permuted. A
 // lane holds one word of each 16-byte chunk of a key, 4 or 8 neighbours: 4 of them are its share of a step of 16
 // elements, and the query's fragments are loaded in the same order (QueryElement). Of a value row it holds 16 bits of
@@ -48,11 +48,11 @@ struct WarpResults {
   float sum[kWarps][Traits::kRows];
 };
 
-// A row of the query tile against codes: the tile holds query / unit in fp16; int4: see Codec.
+// A row of the query tile against codes: the tile holds query / unit in fp16.
 template <int kRows>
 struct CodeQuery {
   float unit[kRows];  // a power of two
-  float sum[kRows];   // of query / unit
+  float sum[kRows];   // of what the tile holds
 };
 
 // A sequence's share of the flat list.
@@ -139,7 +139,7 @@ class QueryChunks {
   uint4 x_[kPerThread];
 };
 
-// The query tile for products with codes. fp16 has 11 bits from 2^-14 on: elements 2^24 times smaller than their row's
+// The query tile for products with codes. fp16 has 11 bits from 2^-14 on: elements 2^28 times smaller than their row's
 // largest still have all of theirs. Rows past `rows` are zeros already. By the whole block; __syncthreads() before use.
 template <class Traits>
 __device__ void MakeCodeQuery(SharedSm80<Traits>& shared, int rows) {
@@ -167,8 +167,6 @@ __device__ void MakeCodeQuery(SharedSm80<Traits>& shared, int rows) {
       top = fmaxf(top, fmaxf(fabsf(ToFloat(low)), fabsf(ToFloat(high))));  // NaN is left to itself
     }
     for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-    // int4: elements 4 i + 2 and 4 i + 3 meet codes that count 16-fold.
-    const float share = Traits::kKvDType == DType::kInt4 && lane % 2 != 0 ? 0x1p-4f : 1.f;
     // The largest element becomes 2^14 .. 2^15; the unit and its inverse are normal numbers.
     const int exponent = IsFinite(top) ? max(static_cast<int>(FloatToBits(top) >> 23) - 14, 27) : 127;
     const float inverse = BitsToFloat(static_cast<uint32_t>(254 - exponent) << 23);
@@ -177,13 +175,12 @@ __device__ void MakeCodeQuery(SharedSm80<Traits>& shared, int rows) {
     for (int d = 2 * lane; d < Traits::kDim; d += 64) {
       E low, high;
       halves(*pair_at(d), &low, &high);
-      const uint32_t pair = Pack<fp16>(ToFloat(low) * inverse * share, ToFloat(high) * inverse * share);
+      const uint32_t pair = Pack<fp16>(ToFloat(low) * inverse, ToFloat(high) * inverse);
       *pair_at(d) = pair;
       fp16 first, second;
       halves(pair, &first, &second);
       sum += ToFloat(first) + ToFloat(second);
     }
-    sum /= share;
     for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     if (lane == 0) {
       shared.code_query.unit[row] = BitsToFloat(static_cast<uint32_t>(exponent) << 23);
@@ -203,8 +200,7 @@ struct MainloopSm80 {
   static constexpr int kTiles = kDim / 16 + (kRowParams ? 1 : 0);  // of O^T; the last with the middle of the codes
   static constexpr float kCodeUnit = 0x1p24f;                      // what makes a number of a subnormal code
   static constexpr float kMaxWeight = 0x1p15f;  // of a value's code, times probability: far below fp16's largest
-  static constexpr int kMiddleCode = Traits::kKvDType == DType::kInt4 ? 8 : 128;
-  static constexpr int kOddShift = Traits::kKvDType == DType::kInt4 ? 4 : 0;  // int4: of codes in odd pairs, see Codec
+  static constexpr int kOddShift = Traits::kKvDType == DType::kInt4 ? 4 : 0;  // of ValueCodes' odd pairs
   static constexpr int kLookUp = 16;  // steps whose two groups of 8 keys the 32 lanes look up together
   static_assert(kSteps <= kLookUp);
 
@@ -409,7 +405,7 @@ struct MainloopSm80 {
   // The same with the value of the middle code in place of zero.
   __device__ RowScale CentredScaleOf(int slot, int which, int key) const {
     const RowScale row = ScaleOf(slot, which, key);
-    return {row.scale, fmaf(row.scale, static_cast<float>(kMiddleCode), row.zero)};
+    return {row.scale, fmaf(row.scale, static_cast<float>(Codes::kMiddle), row.zero)};
   }
 
   // s = K Q^T of one step. A product waits for the one before it that adds to the same sums: there are two tiles of
@@ -471,7 +467,7 @@ struct MainloopSm80 {
     RowScale scale[2];
     if constexpr (kRowParams) {
       for (int half = 0; half < 2; ++half) {
-        scale[half] = ScaleOf(slot, 0, lane / 4 + 8 * half);
+        scale[half] = CentredScaleOf(slot, 0, lane / 4 + 8 * half);
         scale[half].zero = fmaf(scale[half].scale, 0.f, scale[half].zero);  // a key with a scale of Inf is NaN
       }
     }
@@ -486,7 +482,7 @@ struct MainloopSm80 {
         for (int half = 0; half < 2; ++half) {
           float& x = s[n][2 * half + c];
           if constexpr (kRowParams) {
-            x = fmaf(scale[half].scale, x * kCodeUnit, scale[half].zero * row_sum) * row_unit;
+            x = fmaf(scale[half].scale, x, scale[half].zero * row_sum) * row_unit;
           } else {
             x *= row_unit;
           }
@@ -519,7 +515,7 @@ struct MainloopSm80 {
         }
       }
       if constexpr (kRowParams) {
-        constexpr uint32_t kPair = kMiddleCode * 0x10001u, kOddPair = kPair << kOddShift;
+        constexpr uint32_t kPair = Codes::kMiddle * 0x10001u, kOddPair = kPair << kOddShift;
         const uint32_t middle[4] = {kPair, kOddPair, kPair, kOddPair};
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) Mma<Operand>(o[kTiles - 1][n], middle, p[n][0], p[n][1]);
