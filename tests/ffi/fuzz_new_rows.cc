@@ -1,7 +1,8 @@
 // Which part of a fused decode step stores which new row (kernels/decode/new_rows.cuh), compiled for the host and held
 // to append_kv's rule, for index arrays that hold anything and units that are cut anywhere:
 //   whole    every row that append_kv writes is written, from its own token and turned as far, and no other;
-//   order    a part that reads a new key has stored it itself, and no other part of the unit has;
+//   order    a part that reads a new key has stored it itself, knows that it has to before it loads the key's block
+//            (Touch), and no other part of the unit has stored it;
 //   memory   every array is its own heap block, so a sanitizer build sees any access outside.
 // usage: fuzz_new_rows COUNT [SEED]. Exit status 1 and a line on stderr at the first failure.
 #include <algorithm>
@@ -99,7 +100,8 @@ uint16_t Mark(int64_t token, int64_t heads, int64_t head, bool is_key) {
 
 void FuzzStep(Random& random) {
   random.wild = random.In(0, 2) == 0 ? 0.2 : 0.0;
-  const int64_t batch = random.In(1, 6), tokens = random.In(1, 24), columns = random.In(1, 6), heads = random.In(1, 2);
+  const int64_t batch = random.In(1, 6), columns = random.In(1, 6), heads = random.In(1, 2);
+  const int64_t tokens = random.In(0, 3) == 0 ? random.In(kBlock, 3 * kBlock) : random.In(1, 24);
   PagedAttentionParams params;
   KvCache& cache = params.cache;
   cache.num_layers = random.In(1, 2);
@@ -127,7 +129,7 @@ void FuzzStep(Random& random) {
     if (random.In(0, 9) == 0) page = random.Int(-1, cache.num_pages);
   }
   const auto layer = random.Ints(batch, 0, cache.num_layers - 1), lens = random.Ints(batch, 0, capacity + 2);
-  const auto ranks = random.Ints(batch, 0, seqs.cp_size - 1), window = random.Ints(2 * batch, -8, 200);
+  const auto ranks = random.Ints(batch, 0, seqs.cp_size - 1), window = random.Ints(2 * batch, -12, random.In(-2, 200));
   const auto read_only = random.Ints(batch, -1, columns), positions = random.Ints(tokens, 0, 1000);
   const auto prefix_pages = random.Ints(random.In(0, 3), 0, cache.num_pages - 1), prefix_len = random.Ints(1, 0, 100);
   const std::vector<uint8_t> tree(tokens);  // only whether there is one matters here
@@ -213,6 +215,8 @@ void FuzzStep(Random& random) {
             all[place].insert(mark);
           }
         }
+        threadIdx.x = 0;
+        const decode::NewRows<Traits> new_rows(params, facts, view, blocks, b, head, begin, end);
         for (int64_t block = begin; block < end && block < blocks.total(); ++block) {
           if (blocks.RunOf(static_cast<int>(block)) != kOwnRun) continue;
           const int first = blocks.FirstKey(static_cast<int>(block));
@@ -226,6 +230,8 @@ void FuzzStep(Random& random) {
               const auto found = append::g_stored.find({CacheRow(cache, to.page, head, to.slot), is_key});
               const uint16_t mark = Mark(view.first_token + t, heads, head, is_key);
               Check(found != append::g_stored.end() && found->second.count(mark) == 1, "a part reads before it stores");
+              Check(new_rows.Touch(static_cast<int>(block) + 1),
+                    "a block with a new key is loaded before that is stored");
               const SinCos turn = RopeSinCos(append.rope, b, 0, view.first_token + t, FirstPosition(seqs) + position);
               Check(append::g_turned[mark] == turn.cos, "a row is turned by another angle");
             }

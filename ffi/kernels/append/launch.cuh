@@ -24,9 +24,8 @@ constexpr int64_t kPassRows = kMaxWarps * kWarp / kRowLanes<kWidth>;
 
 template <int kWidth>
 int RegisterBlockTokens(const AppendParams& params) {
-  constexpr int64_t kTurnBytes = kWidth / 2 * sizeof(SinCos);
-  return BlockTokens(params, params.cache.num_kv_heads, 16 * kPassRows<kWidth>,
-                     std::min<int64_t>(kMaxTokens, 32 * 1024 / kTurnBytes));
+  static_assert(kMaxTokens * (kWidth / 2 * sizeof(SinCos)) <= 32 * 1024, "shared memory of a block's turns");
+  return BlockTokens(params, params.cache.num_kv_heads, 16 * kPassRows<kWidth>, kMaxTokens);
 }
 
 template <class Traits, int kWidth>

@@ -10,15 +10,16 @@
 //                                       to E, not of the float32 sum (int8 to bf16: within scale / 512 of it)
 //   kMiddle                             int8, int4: the middle code
 //   KeyCodes(word, pairs)               as Neighbours, but the codes themselves, less kMiddle, in fp16
-//   ValueCodes(word, pairs)             codes in fp16 where the word's halves are of two rows: pair i is code i of both;
+//   ValueCodes(word, pairs)             codes in fp16 where the word's halves are of two rows: pair i is code i of
+//   both;
 //                                       int8 and int4 as subnormal numbers, 2^-24 times code i, and 2^-20 times that of
 //                                       an int4 pair with i odd
 //   UnitElement(unit, i)                which element of a 16-byte chunk is code i of its 16-bit unit `unit`, as
 //                                       ValueCodes counts codes
 //
-// Codes that are not scaled take a quarter of the instructions of decoded ones or less; scales and zeros are then factors
-// of scores and of probabilities. Tensor cores take subnormal fp16 as they are and at full speed, so that the bits of a
-// code are a number where they lie.
+// Codes that are not scaled take a quarter of the instructions of decoded ones or less; scales and zeros are then
+// factors of scores and of probabilities. Tensor cores take subnormal fp16 as they are and at full speed, so that the
+// bits of a code are a number where they lie.
 #ifndef TURBOATTN_KERNELS_COMMON_CODEC_CUH_
 #define TURBOATTN_KERNELS_COMMON_CODEC_CUH_
 

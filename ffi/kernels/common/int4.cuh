@@ -24,7 +24,7 @@ struct Codec<E, DType::kInt4> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) pairs[i] = FmaPair<E>(AndOr(word >> 4 * i, 0x000f000fu, k128), kOne, kMinus128);
       } else {
-        ToFp16(word, 0xe400e400u, 0xd400d400u, pairs);  // -1024, -64
+        ToFp16(word, kMinus1024, kMinus64, pairs);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) pairs[i] = FmaPair<E>(pairs[i], factor, zero);
@@ -38,7 +38,7 @@ struct Codec<E, DType::kInt4> {
   }
 
   static __device__ __forceinline__ void KeyCodes(uint32_t word, uint32_t (&pairs)[4]) {
-    ToFp16(word, 0xe408e408u, 0xd480d480u, pairs);  // -1024 - 8, -64 - 8
+    ToFp16(word, kMinus1032, kMinus72, pairs);
   }
 
   static __device__ __forceinline__ void ValueCodes(uint32_t word, uint32_t (&pairs)[4]) {
@@ -53,8 +53,11 @@ struct Codec<E, DType::kInt4> {
   static __device__ __forceinline__ int UnitElement(int unit, int i) { return unit / 2 * 8 + unit % 2 + 2 * i; }
 
  private:
+  static constexpr uint32_t kMinus1024 = 0xe400e400u, kMinus1032 = 0xe408e408u;  // fp16, twice
+  static constexpr uint32_t kMinus64 = 0xd400d400u, kMinus72 = 0xd480d480u;
+
   // Under fp16's exponent of 1024 the nibble in bits 0 .. 3 counts 1, that in bits 4 .. 7 counts 16. minus: -1024 and
-  // -1024 / 16, and what else is to be taken off, twice.
+  // -1024 / 16, and what else is to be taken off.
   static __device__ __forceinline__ void ToFp16(uint32_t word, uint32_t minus, uint32_t minus_sixteenth,
                                                 uint32_t (&pairs)[4]) {
     constexpr uint32_t k1024 = 0x64006400u, kSixteenth = 0x2c002c00u;

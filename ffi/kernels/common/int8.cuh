@@ -28,8 +28,8 @@ struct Codec<E, DType::kInt8> {
         pairs[1] = Pack<E>(decode(Plus32768<2>(word)), decode(Plus32768<3>(word)));
       } else {
         const uint32_t factor = Pack<E>(scale.scale, scale.scale), zero = Pack<E>(scale.zero, scale.zero);
-        pairs[0] = FmaPair<E>(ToFp16<0x4140>(word, 0xe400e400u), factor, zero);
-        pairs[1] = FmaPair<E>(ToFp16<0x4342>(word, 0xe400e400u), factor, zero);
+        pairs[0] = FmaPair<E>(ToFp16<0x4140>(word, kMinus1024), factor, zero);
+        pairs[1] = FmaPair<E>(ToFp16<0x4342>(word, kMinus1024), factor, zero);
       }
       return;
     }
@@ -40,8 +40,8 @@ struct Codec<E, DType::kInt8> {
   static __device__ __forceinline__ int UnitElement(int unit, int i) { return 2 * unit + i; }
 
   static __device__ __forceinline__ void KeyCodes(uint32_t word, uint32_t (&pairs)[2]) {
-    pairs[0] = ToFp16<0x4140>(word, 0xe480e480u);
-    pairs[1] = ToFp16<0x4342>(word, 0xe480e480u);
+    pairs[0] = ToFp16<0x4140>(word, kMinus1152);
+    pairs[1] = ToFp16<0x4342>(word, kMinus1152);
   }
 
   static __device__ __forceinline__ void ValueCodes(uint32_t word, uint32_t (&pairs)[2]) {
@@ -50,6 +50,8 @@ struct Codec<E, DType::kInt8> {
   }
 
  private:
+  static constexpr uint32_t kMinus1024 = 0xe400e400u, kMinus1152 = 0xe480e480u;  // fp16, twice
+
   // Under the exponent of 2^23 a byte is the low mantissa byte.
   template <int kByte>
   static __device__ __forceinline__ float ToFloat(uint32_t word) {
@@ -57,7 +59,7 @@ struct Codec<E, DType::kInt8> {
   }
 
   // Two bytes. Those of kSelector that are 4 are the exponent byte of fp16's 1024, under which a byte is the low one of
-  // the mantissa. minus: -1024 and what else is to be taken off, twice.
+  // the mantissa. minus: -1024 and what else is to be taken off.
   template <int kSelector>
   static __device__ __forceinline__ uint32_t ToFp16(uint32_t word, uint32_t minus) {
     return AddPair(__byte_perm(word, 0x64646464u, kSelector), minus);

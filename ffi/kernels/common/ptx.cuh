@@ -52,9 +52,9 @@ __device__ __forceinline__ void LoadMatrix4Transposed(uint32_t (&r)[4], uint32_t
                : "memory");
 }
 
-// Programmatic dependent launch (9.0 and newer; nothing elsewhere). A grid that was launched as a dependent of the one
-// before it may start when all blocks of that one have said LaunchDependents(), and sees its results after
-// WaitForPrerequisites().
+// Programmatic dependent launch (code compiled for 9.0 or newer; nothing elsewhere). A grid that was launched as a
+// dependent of the one before it may start when all blocks of that one have said LaunchDependents(), and sees its
+// results after WaitForPrerequisites().
 __device__ __forceinline__ void LaunchDependents() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

@@ -84,16 +84,10 @@ __device__ void ApplyPrologue(const QueryPrologue& prologue, int64_t b, const Ti
   });
 }
 
-struct Nothing {
-  __device__ void operator()() const {}
-};
-
 // Rows 0 .. kRows - 1 of the tile into s_query, [kRows][kDim] E with swizzled chunks; rows past `rows` are zeros. By
-// the whole block of kThreads threads; ends with __syncthreads(). besides(): other work of the block's warps, between
-// the loads and the prologue, which keeps the first of them busy and may leave the last idle.
-template <class E, int kRows, int kDim, int kThreads, class Params, class Besides = Nothing>
-__device__ void LoadQueryTile(const Params& params, int64_t b, const TileRows<kRows>& tile, int rows, E* s_query,
-                              Besides besides = {}) {
+// the whole block of kThreads threads; ends with __syncthreads().
+template <class E, int kRows, int kDim, int kThreads, class Params>
+__device__ void LoadQueryTile(const Params& params, int64_t b, const TileRows<kRows>& tile, int rows, E* s_query) {
   constexpr int kChunks = kDim / kChunk, kItems = kRows * kChunks;
   constexpr int kBatch = 8;  // loads in flight of a thread
 #pragma unroll 1
@@ -115,7 +109,6 @@ __device__ void LoadQueryTile(const Params& params, int64_t b, const TileRows<kR
     }
   }
   __syncthreads();
-  besides();
   if (const QueryPrologue* prologue = PrologueOf(params)) {
     const auto element = [&](int r, int d) -> E& {
       return s_query[SwizzledChunk<kChunks>(r, d / kChunk) * kChunk + d % kChunk];

@@ -216,19 +216,19 @@ __device__ FoundTile FindTile(int64_t batch, int64_t number, Count count) {
 // The sum of what the threads before this one have goes to *before; returns that of all. By the whole block, once in a
 // kernel.
 template <int kThreads>
-__device__ int ScanOverThreads(int mine, int* before) {
+__device__ int64_t ScanOverThreads(int64_t mine, int64_t* before) {
   constexpr int kWarps = kThreads / 32;
-  __shared__ int s_sums[kWarps];
+  __shared__ int64_t s_sums[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = mine;
+  int64_t sum = mine;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, sum, step);
+    const int64_t other = __shfl_up_sync(~0u, sum, step);
     if (lane >= step) sum += other;
   }
   if (lane == 31) s_sums[warp] = sum;
   __syncthreads();
-  int total = 0;
+  int64_t total = 0;
   *before = sum - mine;
   for (int w = 0; w < kWarps; ++w) {
     if (w < warp) *before += s_sums[w];

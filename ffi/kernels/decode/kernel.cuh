@@ -152,7 +152,7 @@ __device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& fa
         static_cast<int>(InvariantSplit(static_cast<int64_t>(share.blocks) * kDecodeKeys) / kDecodeKeys);
     share.parts = (share.blocks + share.part_blocks - 1) / share.part_blocks;
   }
-  share.cost = units * share.parts;
+  share.cost = int64_t{units} * share.parts;
   return share;
 }
 
@@ -172,16 +172,18 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   // A thread has a few sequences that follow each other, mostly one.
   Share share = {};
   const int each_thread = (batch + kThreads - 1) / kThreads;
-  int b = threadIdx.x * each_thread, my_cost = 0, my_begin;
+  // Ranges that overlap claim rows again and again: 64 bits.
+  int b = threadIdx.x * each_thread;
+  int64_t my_cost = 0, my_begin;
   for (const int end = min(b + each_thread, batch); b < end; ++b) {
     share = ShareOf<kRows>(params, facts, b);
     my_cost += share.cost;
   }
   --b;
-  const int total = ScanOverThreads<kThreads>(my_cost, &my_begin);
-  const int blocks = min(total, static_cast<int>(gridDim.x));  // that have work
-  const int each = blocks == 0 ? 0 : static_cast<int>(static_cast<unsigned>(total) / static_cast<unsigned>(blocks));
-  const int left = total - each * blocks;
+  const int64_t total = ScanOverThreads<kThreads>(my_cost, &my_begin);
+  const int blocks = static_cast<int>(min(total, static_cast<int64_t>(gridDim.x)));  // that have work
+  const int64_t each = blocks == 0 ? 0 : Divide(total, blocks);
+  const int left = static_cast<int>(total - each * blocks);
   const auto begin_of = [&](int block) { return block * each + min(block, left); };
 
   // Slots of this block that no part will claim say so; slots of other parts are set when their part is.
@@ -190,13 +192,13 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     if (!fixed_parts) workspace.info[2 * blockIdx.x] = workspace.info[2 * blockIdx.x + 1] = SlotInfo{};
   }
 
-  if (blockIdx.x < blocks) {
-    int position = begin_of(blockIdx.x);
-    const int end = begin_of(blockIdx.x + 1);
+  if (static_cast<int>(blockIdx.x) < blocks) {
+    int64_t position = begin_of(blockIdx.x);
+    const int64_t end = begin_of(blockIdx.x + 1);
     // The first part's sequence is found by the thread that has it, which has seen its last sequence last. The next
     // ones are found by thread 0, which goes on from there.
     bool finds = position >= my_begin && position - my_begin < my_cost, moves = true;
-    int offset = position - (my_begin + my_cost - share.cost);
+    int64_t offset = position - (my_begin + my_cost - share.cost);
     while (position < end) {
       if (finds) {
         while (offset < 0 || offset >= share.cost) {
@@ -222,10 +224,11 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       share = shared.share;
       b = shared.b;
       offset = shared.offset;
-      const int unit = static_cast<int>(static_cast<unsigned>(offset) / static_cast<unsigned>(share.parts));
-      const int within = offset - unit * share.parts;
+      const int unit = static_cast<int>(Divide(offset, share.parts));
+      const int within = static_cast<int>(offset - int64_t{unit} * share.parts);
       const int first_block = fixed_parts ? within * share.part_blocks : within;
-      const int num_blocks = min(share.blocks - first_block, fixed_parts ? share.part_blocks : end - position);
+      const int num_blocks = static_cast<int>(
+          min(int64_t{share.blocks} - first_block, fixed_parts ? int64_t{share.part_blocks} : end - position));
       const int tile = unit < heads ? 0 : unit / heads, head = unit - tile * heads, first_row = tile * kRows;
       const int rows = min(share.q_len * group - first_row, kRows);
 
@@ -297,10 +300,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         if (within == 0 && fixed_parts) {
           info.parts = share.parts;
         } else if (within == 0) {
-          const int last = position + share.blocks - 1,
-                    longer = left * (each + 1);  // ends of the unit, of longer blocks
-          info.parts =
-              1 - static_cast<int>(blockIdx.x) + (last < longer ? last / (each + 1) : left + (last - longer) / each);
+          const int64_t last = position + share.blocks - 1, longer = left * (each + 1);  // the unit's; of longer blocks
+          info.parts = static_cast<int>(1 - static_cast<int>(blockIdx.x) +
+                                        (last < longer ? Divide(last, each + 1) : left + Divide(last - longer, each)));
         }
         workspace.info[slot] = info;
       }

@@ -36,16 +36,6 @@ inline CallFacts FactsOf(const PagedAttentionParams& params) {
   return facts;
 }
 
-// Whether 32 bits hold the positions in the list of work.
-template <int kRows>
-bool ListFits(const PagedAttentionParams& params) {
-  const Sequences& seqs = params.seqs;
-  const double rows = static_cast<double>(seqs.num_tokens) * (params.num_heads / params.cache.num_kv_heads);
-  const double units = params.cache.num_kv_heads * (seqs.batch + rows / kRows);
-  const double keys = static_cast<double>(seqs.max_pages + seqs.num_prefix_pages) * params.cache.page_size;
-  return units * (keys / kDecodeKeys + 2) < INT_MAX && seqs.num_tokens * params.num_heads <= INT_MAX;
-}
-
 template <class Traits>
 cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) {
   constexpr int kBytes = sizeof(SharedSm80<Traits>);
@@ -64,7 +54,11 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   if (error != cudaSuccess) return error;
   const int blocks =
       static_cast<int>(std::min<int64_t>(static_cast<int64_t>(multiprocessors) * resident, kMaxDecodeBlocks));
-  if (blocks == 0 || !ListFits<Traits::kRows>(params)) return cudaErrorInvalidConfiguration;
+  // Sequences, tokens and a token's rows are counted in 32 bits.
+  const int64_t most_rows = params.seqs.num_tokens * params.num_heads / params.cache.num_kv_heads;
+  if (blocks == 0 || std::max(params.seqs.batch, most_rows) > INT_MAX - Traits::kRows) {
+    return cudaErrorInvalidConfiguration;
+  }
   const CallFacts facts = FactsOf(params);
   kernel<<<blocks, Traits::kThreads, kBytes, stream>>>(params, facts);
   error = cudaGetLastError();
@@ -83,7 +77,7 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   config.blockDim = dim3(kMergeThreads);
   config.stream = stream;
   config.attrs = &dependent;
-  config.numAttrs = major >= 9 ? 1 : 0;
+  config.numAttrs = major == 9 ? 1 : 0;  // newer cards run code of 8.0, which does not wait
   return cudaLaunchKernelEx(&config, &MergeSm80<Traits>, params, facts);
 }
 

@@ -8,13 +8,14 @@
 //
 // Codes become fp16 in registers between ldmatrix and mma, unscaled: a key is code * scale + zero, so its score is
 // scale * (q . code) + zero * sum(q), and a value's scale is a factor of its probability. Both are counted from the
-// middle of the codes: a row's zero is its minimum, and large terms that cancel cost bits, of a score two, and would make
-// the rounding of probabilities count for more. Keys' codes are made so; of values the middle is subtracted at the end,
-// where it is one more tile of O^T, the product with a V^T whose codes are all the middle. Both products are then of fp16 whatever E is; queries and scaled probabilities are brought into its
-// range by powers of two. ldmatrix moves 16 bits, two or four codes, so the order of a row's elements is permuted. A
-// lane holds one word of each 16-byte chunk of a key, 4 or 8 neighbours: 4 of them are its share of a step of 16
-// elements, and the query's fragments are loaded in the same order (QueryElement). Of a value row it holds 16 bits of
-// each chunk: two codes are rows g and g + 8 of a tile of O^T (ValueColumn).
+// middle of the codes: a row's zero is its minimum, and large terms that cancel cost bits, of a score two, and would
+// make the rounding of probabilities count for more. Keys' codes are made so; of values the middle is subtracted at the
+// end, where it is one more tile of O^T, the product with a V^T whose codes are all the middle. Both products are then
+// of fp16 whatever E is; queries and scaled probabilities are brought into its range by powers of two. ldmatrix moves
+// 16 bits, two or four codes, so the order of a row's elements is permuted. A lane holds one word of each 16-byte chunk
+// of a key, 4 or 8 neighbours: 4 of them are its share of a step of 16 elements, and the query's fragments are loaded
+// in the same order (QueryElement). Of a value row it holds 16 bits of each chunk: two codes are rows g and g + 8 of a
+// tile of O^T (ValueColumn).
 #ifndef TURBOATTN_KERNELS_DECODE_MAINLOOP_SM80_CUH_
 #define TURBOATTN_KERNELS_DECODE_MAINLOOP_SM80_CUH_
 
@@ -62,7 +63,7 @@ struct Share {
   int blocks;       // of a unit, at least 1
   int part_blocks;  // of a part; 0: parts are cut by the grid
   int parts;        // of a unit: that many of part_blocks, or blocks
-  int cost;         // length in the list: parts of all units, which are kv heads x tiles of rows
+  int64_t cost;     // length in the list: parts of all units, which are kv heads x tiles of rows
 };
 
 // The last step of each ring is empty until the first has been multiplied. By then the query is in registers: until
@@ -82,7 +83,8 @@ struct SharedSm80 {
   TileRows<Traits::kRows> rows;
   CodeQuery<Traits::kQuantised ? Traits::kRows : 1> code_query;
   // The sequence that is worked on, and where in its share.
-  int b, offset;
+  int b;
+  int64_t offset;
   Share share;
   SequenceView view;
   BlockList<kDecodeKeys> blocks;

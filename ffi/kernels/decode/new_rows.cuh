@@ -40,11 +40,12 @@ class NewRows {
         end_block_(end_block),
         first_(Load(FirstItem())) {}
 
-  // Whether one of blocks first_block .. end - 1 may have a new row among its keys.
+  // Whether one of blocks first_block .. end - 1 may have a new row among its keys: the first that one could have.
   __device__ bool Touch(int end) const {
     if (params_.append.key == nullptr) return false;
-    const int64_t position = Position(0);
-    return BlockOf(position < 0 ? 0 : position) < end;
+    const int64_t position = Position(0), key = position < 0 ? 0 : LocalKey(position, params_.seqs.cp_size);
+    const int64_t block = blocks_.count[0] + key / kDecodeKeys - blocks_.first[kOwnRun];
+    return block < end;
   }
 
   // layer: the sequence's. s_row: kDim floats of the warp's own. turns: of the pairs of the only token, or null. The

@@ -38,6 +38,7 @@ struct ConverterSm90 {
       value_scale = Codes::MakeScale(HeadScale(params, params.cache.value_params, tile.b, tile.head));
     }
     const int count = 2 * (tile.end - tile.begin);
+    int key_block = tile.end, value_block = tile.end;  // the last that was taken
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const bool values = HoldsValues(i, count);
@@ -52,11 +53,20 @@ struct ConverterSm90 {
       const uint32_t mapped = shared.codes.mapped[code_slot.index];
       Scale scale = values ? value_scale : key_scale;
       if constexpr (kRowParams) {
-        // Codes of unmapped pages are zeros, and so are to be the rows.
-        const bool exists = (mapped >> (row / 8) & 1u) != 0;
+        // Codes of unmapped pages are zeros, and so are to be the rows. What lies where no key is must not count: the
+        // two ways of decoding round differently.
+        const int block = values ? --value_block : --key_block;
+        const bool exists = (mapped >> (row / 8) & 1u) != 0 &&
+                            tile.blocks.seen[tile.blocks.RunOf(block)].Holds(tile.blocks.FirstKey(block) + row);
         scale = UnpackRowScale<E>(exists ? shared.codes.row_params[code_slot.index][row] : 0u);
       }
       const bool saturates = __any_sync(~0u, Codes::MaySaturate(scale));
+      bool odd = saturates;
+      if constexpr (!kRowParams) {
+#pragma unroll
+        for (int chunk = 0; chunk < kStoredChunks; ++chunk) odd = odd || HasNonFinite<fp8_e4m3>(codes[chunk]);
+        odd = __any_sync(~0u, odd);
+      }
       __syncwarp();
       if (threadIdx.x % kWarp == 0) Arrive(&shared.codes.empty[code_slot.index]);
       code_slot.Advance();
@@ -71,7 +81,10 @@ struct ConverterSm90 {
       }
       FenceAsyncProxy();
       __syncwarp();
-      if (threadIdx.x % kWarp == 0) Arrive(values ? &shared.value_full[slot.index] : &shared.key_full[slot.index]);
+      if (threadIdx.x % kWarp == 0) {
+        if (values) shared.codes.odd_values[slot.index][row / kWarp] = odd;
+        Arrive(values ? &shared.value_full[slot.index] : &shared.key_full[slot.index]);
+      }
       if (values) {
         value_slot.Advance();
       } else {

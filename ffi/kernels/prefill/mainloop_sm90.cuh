@@ -91,6 +91,7 @@ struct CodeRingSm90<Traits, true> {
   alignas(16) uint32_t row_params[Traits::kCodeStages][kParams];  // garbage where a page is unmapped
   uint64_t full[Traits::kCodeStages], empty[Traits::kCodeStages];
   uint32_t mapped[Traits::kCodeStages];  // see SharedSm90
+  bool odd_values[Traits::kStages][4];   // of a V tile: a value of this quarter may not be finite
 };
 
 // Whether the i-th of `count` tiles of codes holds values. They are copied and converted in the order in which
@@ -583,9 +584,15 @@ struct ConsumerSm90 {
 
   // ---- values that are not finite
 
-  // Whether a value of the V tile at `slot` is not finite: then it is not 0 times itself.
+  // Whether a value of the V tile at `slot` is not finite: then it is not 0 times itself. Converters have said of
+  // theirs whether one may be.
   __device__ __forceinline__ bool FindNonFinite(const RingSlot<kStages>& slot) const {
     WaitBarrier(&shared.value_full[slot.index], slot.parity, kValueFull);
+    if constexpr (Traits::kQuantised) {
+      // By the lane that arrives for its warp: compute-sanitizer does not follow the others.
+      const bool* const odd = shared.codes.odd_values[slot.index];
+      return __shfl_sync(~0u, lane == 0 && (odd[0] || odd[1] || odd[2] || odd[3]), 0);
+    }
     const uint4* const tile = reinterpret_cast<const uint4*>(shared.value[slot.index]);
     uint32_t sums[4] = {0, 0, 0, 0};
 #pragma unroll

@@ -7,9 +7,9 @@
 #include <algorithm>
 
 #include "core/params.h"
-#include "kernels/common/merge_parts.cuh"
 #include "kernels/common/page_walk.h"
 #include "kernels/common/sequence.cuh"
+#include "kernels/prefill/merge_parts.cuh"
 
 namespace turboattn::prefill {
 

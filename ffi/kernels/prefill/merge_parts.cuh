@@ -1,6 +1,6 @@
 // One row from the partial results of its keys' parts, by one warp: what split-KV ends with.
-#ifndef TURBOATTN_KERNELS_COMMON_MERGE_PARTS_CUH_
-#define TURBOATTN_KERNELS_COMMON_MERGE_PARTS_CUH_
+#ifndef TURBOATTN_KERNELS_PREFILL_MERGE_PARTS_CUH_
+#define TURBOATTN_KERNELS_PREFILL_MERGE_PARTS_CUH_
 
 #include <cstdint>
 
@@ -9,7 +9,7 @@
 #include "kernels/common/ptx.cuh"
 #include "kernels/common/score.cuh"
 
-namespace turboattn {
+namespace turboattn::prefill {
 
 // Where a part has this row: kDim floats of its unnormalised value sum, the origin of its exponents of 2 (-Inf: the
 // part saw no key) and their sum.
@@ -60,6 +60,6 @@ __device__ void MergeParts(const Params& params, int parts, PartOf part_of, int6
   if (lane == 0) params.lse[out_row] = end.lse;
 }
 
-}  // namespace turboattn
+}  // namespace turboattn::prefill
 
-#endif  // TURBOATTN_KERNELS_COMMON_MERGE_PARTS_CUH_
+#endif  // TURBOATTN_KERNELS_PREFILL_MERGE_PARTS_CUH_
