@@ -37,8 +37,8 @@ def pool(kv_dtype: str) -> ta.PagedKVCache:
     """Random pages: SHARED ones, and OWN for each sequence of the largest batch."""
     pages = SHARED + OWN * max(BATCHES)
     cache = ta.PagedKVCache.create(pages, K, D, page_size=P, dtype=kv_dtype)
-    if kv_dtype == "bfloat16":
-        rows = [jnp.asarray(normal(RNG, pages, K, P, D)) for _ in range(2)]
+    if kv_dtype in ("bfloat16", "float8_e4m3fn"):
+        rows = [jnp.asarray(normal(RNG, pages, K, P, D)).astype(cache.key.dtype) for _ in range(2)]
         return dataclasses.replace(cache, key=rows[0], value=rows[1])
     codes = [jnp.asarray(RNG.integers(0, 256, cache.key.shape), jnp.uint8) for _ in range(2)]
     params = [jnp.asarray(RNG.uniform([0.01, -2], [0.02, -1], cache.key_params.shape), jnp.bfloat16) for _ in range(2)]
@@ -133,3 +133,38 @@ def drawn(rng: np.random.Generator, count: int, longest: int):
     for _ in range(count):
         q_len = int(rng.integers(1, longest + 1)) if rng.random() < 0.3 else 1
         yield q_len, int(rng.integers(q_len, M * P + 1))
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "int4", "float8_e4m3fn"])
+@pytest.mark.parametrize("op", ["paged_decode", "paged_attention"])
+def test_bits_do_not_depend_on_empty_slots(op, kv_dtype):
+    """Codes and parameters that an earlier owner of the last page may have left behind the sequence's end."""
+    rng = np.random.default_rng(0)
+    kv_len = 3 * P + 36
+    target = Sequence.draw(rng, 1 if op == "paged_decode" else 150, kv_len)
+    table, cache = target.table(0), pool(kv_dtype)
+
+    def left_behind(code, parameter):
+        def fill(array, x):
+            if array is None or array.ndim < 4:  # one scale a head
+                return array
+            return array.at[table[kv_len // P], :, kv_len % P :].set(jnp.asarray(x, array.dtype))
+
+        return dataclasses.replace(
+            cache,
+            key=fill(cache.key, code),
+            value=fill(cache.value, code),
+            key_params=fill(cache.key_params, parameter),
+            value_params=fill(cache.value_params, parameter),
+        )
+
+    def bits(cache):
+        arrays = (target.new[0], cache, table[None], np.array([kv_len], np.int32))
+        if op == "paged_attention":
+            arrays += (np.array([0, target.q_len], np.int32),)
+        return [np.asarray(x).tobytes() for x in function(op)(*arrays)]
+
+    codes = (0, 255) if kv_dtype in ("int8", "int4") else (0, jnp.nan)
+    want = bits(left_behind(codes[0], 0))
+    for parameter in (jnp.nan, jnp.inf, 1e38, -3e4):
+        assert bits(left_behind(codes[1], parameter)) == want, parameter
