@@ -738,8 +738,6 @@ def _paged_specs() -> list[Spec]:
         _spec(op, "fp8", kv_dtype="float8_e4m3fn", dim=128, tags="core quantised"),
         _spec(op, "fp8_float16", kv_dtype="float8_e4m3fn", dtype="float16", dim=96, tags="quantised"),
         _spec(op, "value_dim", dim=96, value_dim=64),
-        _spec(op, "dim192", dim=192, value_dim=128, tags="core"),
-        _spec(op, "dim192_long_chunk", B=2, T=100, M=24, P=64, dtype="float16", dim=192, value_dim=128),
         _spec(op, "window", local_window_size=(18, 0)),
         _spec(op, "window_zero", local_window_size=(0, 0), is_causal=False),
         _spec(op, "window_both_full", local_window_size=(9, 4), is_causal=False, dtype="float32"),
