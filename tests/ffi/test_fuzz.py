@@ -29,6 +29,7 @@ SOURCES = {
         *(p for p in sorted((ROOT / "ffi/kernels/cpu").glob("*.cc")) if p.name != "registry_table.cc"),
     ],
     "fuzz_new_rows": [ROOT / "tests/ffi/fuzz_new_rows.cc"],
+    "fuzz_work_list": [ROOT / "tests/ffi/fuzz_work_list.cc"],
 }
 SANITIZE = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
@@ -87,6 +88,11 @@ def test_kernels_under_sanitizers():
 def test_new_rows_of_a_fused_step():
     """The decode kernel's choice of who stores what, on the host."""
     run_driver(driver("fuzz_new_rows", *SANITIZE), 20_000, 1)
+
+
+def test_list_of_decode_work():
+    """How the decode kernel cuts its work over the grid, on the host."""
+    run_driver(driver("fuzz_work_list", *SANITIZE), 20_000, 1)
 
 
 @pytest.mark.nightly

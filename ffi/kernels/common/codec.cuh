@@ -10,8 +10,8 @@
 //                                       to E, not of the float32 sum (int8 to bf16: within scale / 512 of it)
 //   kMiddle                             int8, int4: the middle code
 //   KeyCodes(word, pairs)               as Neighbours, but the codes themselves, less kMiddle, in fp16
-//   ValueCodes(word, pairs)             codes in fp16, pair i code i of both rows that the word's halves are of; int8 and
-//                                       int4 as subnormal numbers, 2^-24 times the code, and 2^-20 times that of an
+//   ValueCodes(word, pairs)             codes in fp16, pair i code i of both rows that the word's halves are of; int8
+//                                       and int4 as subnormal numbers, 2^-24 times the code, and 2^-20 times that of an
 //                                       int4 pair with i odd
 //   UnitElement(unit, i)                which element of a 16-byte chunk is code i of its 16-bit unit `unit`, as
 //                                       ValueCodes counts codes

@@ -15,6 +15,7 @@
 #include "kernels/common/score.cuh"
 #include "kernels/decode/mainloop_sm80.cuh"
 #include "kernels/decode/new_rows.cuh"
+#include "kernels/decode/work_list.h"
 
 namespace turboattn::decode {
 
@@ -41,12 +42,6 @@ struct WorkspaceView {
     data = reinterpret_cast<float*>(info + params.plan.slots);
   }
 };
-
-// Where part `part` of a unit lies whose first part is in `slot`. Parts cut by the grid: the unit goes on in slot 0 of
-// each block after the first.
-__device__ inline int64_t SlotOfPart(int64_t slot, int part, bool fixed_parts) {
-  return fixed_parts || part == 0 ? slot + part : slot + 2 * part - 1;
-}
 
 template <int kRows, int kDim>
 constexpr int64_t kSlotFloats = kRows * (kDim + 2);
@@ -172,7 +167,6 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   // A thread has a few sequences that follow each other, mostly one.
   Share share = {};
   const int each_thread = (batch + kThreads - 1) / kThreads;
-  // Ranges that overlap claim rows again and again: 64 bits.
   int b = threadIdx.x * each_thread;
   int64_t my_cost = 0, my_begin;
   for (const int end = min(b + each_thread, batch); b < end; ++b) {
@@ -180,21 +174,18 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     my_cost += share.cost;
   }
   --b;
-  const int64_t total = ScanOverThreads<kThreads>(my_cost, &my_begin);
-  const int blocks = static_cast<int>(min(total, static_cast<int64_t>(gridDim.x)));  // that have work
-  const int64_t each = blocks == 0 ? 0 : Divide(total, blocks);
-  const int left = static_cast<int>(total - each * blocks);
-  const auto begin_of = [&](int block) { return block * each + min(block, left); };
+  const WorkList list(ScanOverThreads<kThreads>(my_cost, &my_begin), static_cast<int>(gridDim.x));
+  const int block = static_cast<int>(blockIdx.x);
 
   // Slots of this block that no part will claim say so; slots of other parts are set when their part is.
   if (threadIdx.x == 0) {
-    if (blockIdx.x == 0) *workspace.slots_in_use = fixed_parts ? total : 2 * static_cast<int64_t>(gridDim.x);
+    if (blockIdx.x == 0) *workspace.slots_in_use = fixed_parts ? list.total : 2 * static_cast<int64_t>(gridDim.x);
     if (!fixed_parts) workspace.info[2 * blockIdx.x] = workspace.info[2 * blockIdx.x + 1] = SlotInfo{};
   }
 
-  if (static_cast<int>(blockIdx.x) < blocks) {
-    int64_t position = begin_of(blockIdx.x);
-    const int64_t end = begin_of(blockIdx.x + 1);
+  if (block < list.blocks) {
+    int64_t position = list.Begin(block);
+    const int64_t end = list.Begin(block + 1);
     // The first part's sequence is found by the thread that has it, which has seen its last sequence last. The next
     // ones are found by thread 0, which goes on from there.
     bool finds = position >= my_begin && position - my_begin < my_cost, moves = true;
@@ -300,9 +291,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         if (within == 0 && fixed_parts) {
           info.parts = share.parts;
         } else if (within == 0) {
-          const int64_t last = position + share.blocks - 1, longer = left * (each + 1);  // the unit's; of longer blocks
-          info.parts = static_cast<int>(1 - static_cast<int>(blockIdx.x) +
-                                        (last < longer ? Divide(last, each + 1) : left + Divide(last - longer, each)));
+          info.parts = list.BlockOf(position + share.blocks - 1) - block + 1;
         }
         workspace.info[slot] = info;
       }
