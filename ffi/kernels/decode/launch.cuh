@@ -56,7 +56,7 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
       static_cast<int>(std::min<int64_t>(static_cast<int64_t>(multiprocessors) * resident, kMaxDecodeBlocks));
   // Sequences, tokens and a token's rows are counted in 32 bits.
   const int64_t most_rows = params.seqs.num_tokens * params.num_heads / params.cache.num_kv_heads;
-  if (blocks == 0 || std::max(params.seqs.batch, most_rows) > INT_MAX - Traits::kRows) {
+  if (blocks == 0 || std::max(params.seqs.batch, most_rows) > INT_MAX - Traits::kThreads) {
     return cudaErrorInvalidConfiguration;
   }
   const CallFacts facts = FactsOf(params);
