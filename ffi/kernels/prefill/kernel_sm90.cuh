@@ -214,15 +214,12 @@ __device__ __forceinline__ void StoreRows(const Params& params, const TileSm90<T
   const int column = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float sum = consumer.sum[half];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
+    const float sum = consumer.RowSum(half), max = consumer.max[half] * consumer.rule.to_log2;
     const int row = consumer.Row(half);
     const bool exists = row < tile.num_rows;
     // Dense rows past query_lens have no denominator, not even the sink.
     const float* sinks = rows.token[row] < tile.view.first_token + tile.view.q_len ? params.score.sinks : nullptr;
-    const RowEnd end =
-        EndRow(consumer.max[half] * consumer.rule.to_log2, sum, exists ? sinks : nullptr, rows.head[row]);
+    const RowEnd end = EndRow(max, sum, exists ? sinks : nullptr, rows.head[row]);
     const int64_t out_row = rows.token[row] * params.num_heads + rows.head[row];
     if (exists && column == 0) params.lse[out_row] = end.lse;
     if (params.out_dtype == DType::kFloat32) {
@@ -258,9 +255,7 @@ __device__ __forceinline__ void StorePart(const PagedAttentionParams& params, co
   const int column = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float sum = consumer.sum[half];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
+    const float sum = consumer.RowSum(half), max = consumer.max[half] * consumer.rule.to_log2;
     const int row = consumer.Row(half);
     if (row >= tile.num_rows) continue;
 #pragma unroll
@@ -269,7 +264,7 @@ __device__ __forceinline__ void StorePart(const PagedAttentionParams& params, co
                                                                             consumer.o[d][2 * half + 1]};
     }
     if (column == 0) {
-      part[kRows * kDim + row] = consumer.max[half] * consumer.rule.to_log2;
+      part[kRows * kDim + row] = max;
       part[kRows * kDim + kRows + row] = sum;
     }
   }

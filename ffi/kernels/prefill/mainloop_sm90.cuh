@@ -351,6 +351,11 @@ struct ConsumerSm90 {
   __device__ __forceinline__ int Row(int half) const {
     return 64 * warpgroup + thread / kWarp * 16 + 8 * half + lane / 4;
   }
+  // The four lanes of a row have its columns between them.
+  __device__ __forceinline__ float RowSum(int half) const {
+    const float pair = sum[half] + __shfl_xor_sync(~0u, sum[half], 1);
+    return pair + __shfl_xor_sync(~0u, pair, 2);
+  }
   __device__ __forceinline__ void SyncWarpgroup() const { SyncNamed(kOwnBarrier + warpgroup, kWarpgroup); }
   __device__ __forceinline__ void ArriveByWarp(uint64_t* barrier) const {
     __syncwarp();
