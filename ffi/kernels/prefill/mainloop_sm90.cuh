@@ -353,6 +353,7 @@ struct ConsumerSm90 {
   const TileRows<Traits::kRows>* rows = nullptr;  // of the tile
   RingSlot<kStages> key_slot{0}, value_slot{0};
   uint32_t query_parity = 0;
+  const uint32_t block_of_lane;  // from a shared address here to that in the cluster's block `lane`
 
   // Rows Row(0) and Row(1) of the tile.
   float o[kValueDim / 8][4];
@@ -365,7 +366,12 @@ struct ConsumerSm90 {
   bool moved;  // alpha is not 1 for a row of this warp
 
   __device__ __forceinline__ ConsumerSm90(const ArgumentsSm90<Params>& args, Shared& shared, int warpgroup)
-      : args(args), params(args.params), shared(shared), warpgroup(warpgroup), rule(MakeScoreRule(args.params.score)) {}
+      : args(args),
+        params(args.params),
+        shared(shared),
+        warpgroup(warpgroup),
+        rule(MakeScoreRule(args.params.score)),
+        block_of_lane(AddressIn(lane % args.schedule.cluster, SharedAddress(&shared)) - SharedAddress(&shared)) {}
 
   __device__ __forceinline__ int Row(int half) const {
     return 64 * warpgroup + thread / kWarp * 16 + 8 * half + lane / 4;
@@ -443,14 +449,10 @@ struct ConsumerSm90 {
   __device__ __forceinline__ void WaitValues() {
     WaitBarrier(&shared.value_full[value_slot.index], value_slot.parity, kValueFull);
   }
-  // Tells all blocks that have copied a share of the tile.
+  // Tells all blocks that copy a share of the tile: a lane of each warp for each.
   __device__ __forceinline__ void Release(uint64_t* empty) const {
-    if (args.schedule.cluster == 1) {
-      ArriveByWarp(empty);
-    } else {
-      __syncwarp();
-      if (lane < args.schedule.cluster) ArriveAt(empty, lane);
-    }
+    __syncwarp();
+    if (lane < args.schedule.cluster) ArriveInCluster(block_of_lane + SharedAddress(empty));
   }
   __device__ __forceinline__ void ReleaseKeys(bool last) {
     Release(&shared.key_empty[key_slot.index]);
