@@ -267,23 +267,14 @@ struct MainloopSm80 {
     const bool ranges_only = block.key_segments == nullptr && block.tree == nullptr && block.mapped == kAllMapped;
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
+      const int first_row = WarpRow() + 16 * f + lane / 4, column = lane % 4 * 2;
+      if (rule.modified) {
+        ModifyScores(rule, params.score.alibi_slopes != nullptr, shared.rows, first_row, block, s[f]);
+      }
+      if (!partial) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = WarpRow() + 16 * f + 8 * half + lane / 4;
-        if (rule.modified) {
-          const float slope = shared.rows.slope[row];
-#pragma unroll
-          for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              float& x = s[f][n][2 * half + e];
-              const float distance = slope != 0.f ? Distance(shared.rows, row, block, 8 * n + lane % 4 * 2 + e) : 0.f;
-              x = ModifyScore(rule, x, slope, distance);
-            }
-          }
-        }
-        if (!partial) continue;
-        const int column = lane % 4 * 2;
+        const int row = first_row + 8 * half;
         if (ranges_only) {
           const int lo = shared.rows.lo[block.run_index][row] - block.first_key - column;
           const int hi = shared.rows.hi[block.run_index][row] - block.first_key - column;

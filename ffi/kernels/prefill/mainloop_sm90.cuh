@@ -496,56 +496,41 @@ struct ConsumerSm90 {
             tile.view.position};
   }
 
-  // Soft cap, scale and ALiBi where asked for, then -Inf where a row does not see a key.
-  __device__ __forceinline__ void ModifyAndMask(const KeyBlockView& block, bool partial) {
-    const bool ranges_only = block.key_segments == nullptr && block.tree == nullptr && block.mapped == kAllMapped;
+  // Of the keys 8 n + e, bit 2 n + e: those below `end`.
+  __device__ static uint32_t KeysBelow(int end) {
+    static_assert(kKeys <= 128);
+    const int keys = ::min(::max(end, 0), kKeys);
+    return static_cast<uint32_t>((uint64_t{1} << (keys / 8 * 2 + ::min(keys % 8, 2))) - 1);
+  }
+
+  // -Inf where a row does not see a key. Which keys those are is a word a row, so that all kinds of masks have their
+  // many instructions in common.
+  __device__ __forceinline__ void Mask(const KeyBlockView& block) {
+    const int column = lane % 4 * 2;
+    uint32_t seen[2];  // bit 2 n + e
+    if (block.key_segments == nullptr && block.tree == nullptr && block.mapped == kAllMapped) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int lo = rows->lo[block.run_index][Row(half)] - block.first_key - column;
+        const int hi = rows->hi[block.run_index][Row(half)] - block.first_key - column;
+        seen[half] = KeysBelow(hi) & ~KeysBelow(lo);
+      }
+    } else {
+      uint64_t both = 0;
+#pragma unroll 1
+      for (int i = 0; i < kKeys / 2; ++i) {
+        const int half = i % 2, place = i / 2;
+        const bool sees = Sees(*rows, Row(half), block, place / 2 * 8 + place % 2 + column);
+        both |= static_cast<uint64_t>(sees) << (32 * half + place);
+      }
+      seen[0] = static_cast<uint32_t>(both);
+      seen[1] = static_cast<uint32_t>(both >> 32);
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = Row(half), column = lane % 4 * 2;
-      if (rule.modified) {
-        const float slope = rows->slope[row];
 #pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = s[n][2 * half + e];
-            const float distance = slope != 0.f ? Distance(*rows, row, block, 8 * n + column + e) : 0.f;
-            x = ModifyScore(rule, x, slope, distance);
-          }
-        }
-      }
-      if (!partial) continue;
-      if (ranges_only) {
-        const int lo = rows->lo[block.run_index][row] - block.first_key - column;
-        const int hi = rows->hi[block.run_index][row] - block.first_key - column;
-        if (__all_sync(~0u, lo <= 0)) {  // no window's edge
-#pragma unroll
-          for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              if (8 * n + e >= hi) s[n][2 * half + e] = -Infinity();
-            }
-          }
-          continue;
-        }
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int key = 8 * n + e;
-            if (key < lo || key >= hi) s[n][2 * half + e] = -Infinity();
-          }
-        }
-      } else {
-        uint64_t seen = 0;  // bit 2 n + e; apart from its use, so that this loop need not be unrolled
-#pragma unroll 1
-        for (int i = 0; i < kKeys / 4; ++i) {
-          if (Sees(*rows, row, block, i / 2 * 8 + i % 2 + column)) seen |= uint64_t{1} << i;
-        }
-#pragma unroll
-        for (int i = 0; i < kKeys / 4; ++i) {
-          if ((seen >> i & 1u) == 0) s[i / 2][2 * half + i % 2] = -Infinity();
-        }
+      for (int i = 0; i < kKeys / 4; ++i) {
+        if ((seen[half] >> i & 1u) == 0) s[i / 2][2 * half + i % 2] = -Infinity();
       }
     }
   }
@@ -644,6 +629,7 @@ struct ConsumerSm90 {
   __device__ __forceinline__ bool SeesNonFinite(RunRange seen, int first_key) const {
     const uint4* const tile = reinterpret_cast<const uint4*>(shared.value[value_slot.index]);
     bool found = false;
+#pragma unroll 1
     for (int i = thread; i < kKeys * kValueDim / kChunk; i += kWarpgroup) {
       const int key = i / 8 % kKeys;  // panels follow each other
       if (seen.Holds(first_key + key)) found = found || HasNonFinite<E>(tile[i]);
@@ -661,21 +647,24 @@ struct ConsumerSm90 {
     if (SeesNonFinite(work.blocks.seen[block.run_index], block.first_key)) {
 #pragma unroll 1
       for (int key = 0; key < kKeys; ++key) {
+        const bool sees[2] = {Sees(*rows, Row(0), block, key), Sees(*rows, Row(1), block, key)};
+        if (!sees[0] && !sees[1]) continue;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (!Sees(*rows, Row(half), block, key)) continue;
+        for (int d = 0; d < kValueDim / 8; ++d) {
 #pragma unroll
-          for (int d = 0; d < kValueDim / 8; ++d) {
+          for (int e = 0; e < 2; ++e) {
+            const float v = ToFloat(tile[PanelIndex<kKeys>(key, 8 * d + lane % 4 * 2 + e)]);
+            const float odd = IsFinite(v) ? 0.f : v;
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const float v = ToFloat(tile[PanelIndex<kKeys>(key, 8 * d + lane % 4 * 2 + e)]);
-              if (!IsFinite(v)) o[d][2 * half + e] += v;
+            for (int half = 0; half < 2; ++half) {
+              if (sees[half]) o[d][2 * half + e] += odd;
             }
           }
         }
       }
       SyncNamed(kAllBarrier, kConsumers * kWarpgroup);
     }
+#pragma unroll 1
     for (int i = warpgroup * kWarpgroup + thread; i < kKeys * kValueDim; i += kConsumers * kWarpgroup) {
       if (!IsFinite(ToFloat(tile[i]))) tile[i] = E{0};
     }
@@ -724,7 +713,13 @@ struct ConsumerSm90 {
   }
 
   __device__ __forceinline__ void Scores(const TileSm90<Traits>& tile, int block, const State& state) {
-    if (state.partial || rule.modified) ModifyAndMask(ViewBlock(tile, block, state.mapped), state.partial);
+    if (state.partial || rule.modified) {
+      if (rule.modified) {
+        const bool has_alibi = params.score.alibi_slopes != nullptr;
+        ModifyScores(rule, has_alibi, *rows, Row(0), ViewBlock(tile, block, state.mapped), s);
+      }
+      if (state.partial) Mask(ViewBlock(tile, block, state.mapped));
+    }
     Softmax();
   }
   // Looks at the values of a block that is seen in part, while its scores are on their way: 0.3 us that causal tiles of
