@@ -265,16 +265,19 @@ struct MainloopSm80 {
   __device__ void ModifyAndMask(const KeyBlockView& block, bool partial, float (&s)[kFragments][kKeys / 8][4]) {
     const int lane = threadIdx.x % 32;
     const bool ranges_only = block.key_segments == nullptr && block.tree == nullptr && block.mapped == kAllMapped;
+    if (rule.modified) {
+      const bool has_alibi = params.score.alibi_slopes != nullptr;
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        ModifyScores(rule, has_alibi, shared.rows, WarpRow() + 16 * f + lane / 4, block, s[f]);
+      }
+    }
+    if (!partial) return;
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
-      const int first_row = WarpRow() + 16 * f + lane / 4, column = lane % 4 * 2;
-      if (rule.modified) {
-        ModifyScores(rule, params.score.alibi_slopes != nullptr, shared.rows, first_row, block, s[f]);
-      }
-      if (!partial) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = first_row + 8 * half;
+        const int row = WarpRow() + 16 * f + 8 * half + lane / 4, column = lane % 4 * 2;
         if (ranges_only) {
           const int lo = shared.rows.lo[block.run_index][row] - block.first_key - column;
           const int hi = shared.rows.hi[block.run_index][row] - block.first_key - column;
