@@ -163,12 +163,11 @@ struct RowDistance {
   __device__ __forceinline__ float To(int key) const { return static_cast<float>(abs(first - key * stride)) + beyond; }
 };
 
-// Scale, soft cap and ALiBi where asked for: of an m16 product's scores, rows `row` and `row` + 8 of the tile. A part
-// of them, then they move round: code for all at once would be long, and take more registers than there are.
-template <int kRows, int kTiles>
+// Scale, soft cap and ALiBi where asked for: of an m16 product's scores, rows `row` and `row` + 8 of the tile. kPart
+// n8 tiles, then they move round: code for all at once would be long, and take more registers than there are.
+template <int kPart, int kRows, int kTiles>
 __device__ __forceinline__ void ModifyScores(const ScoreRule& rule, bool has_alibi, const TileRows<kRows>& rows,
                                              int row, const KeyBlockView& block, float (&s)[kTiles][4]) {
-  constexpr int kPart = 4;
   static_assert(kTiles % kPart == 0);
   const int column = threadIdx.x % 4 * 2;
 #pragma unroll 1

@@ -269,7 +269,7 @@ struct MainloopSm80 {
       const bool has_alibi = params.score.alibi_slopes != nullptr;
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
-        ModifyScores(rule, has_alibi, shared.rows, WarpRow() + 16 * f + lane / 4, block, s[f]);
+        ModifyScores<4>(rule, has_alibi, shared.rows, WarpRow() + 16 * f + lane / 4, block, s[f]);
       }
     }
     if (!partial) return;

@@ -716,7 +716,8 @@ struct ConsumerSm90 {
     if (state.partial || rule.modified) {
       if (rule.modified) {
         const bool has_alibi = params.score.alibi_slopes != nullptr;
-        ModifyScores(rule, has_alibi, *rows, Row(0), ViewBlock(tile, block, state.mapped), s);
+        constexpr int kPart = kValueDim == 128 ? 4 : 2;  // the most that the plain path does not pay for by spills
+        ModifyScores<kPart>(rule, has_alibi, *rows, Row(0), ViewBlock(tile, block, state.mapped), s);
       }
       if (state.partial) Mask(ViewBlock(tile, block, state.mapped));
     }
