@@ -2,8 +2,8 @@
 // wgmma; online softmax in registers, probabilities as the A operand of the second product.
 //
 // Barriers, all mbarriers. `full`: the copy has landed (the producer's arrival and its bytes). `empty`: every consumer
-// warp has arrived after its last read. Tiles of work go from the producer of keys to all others the same way, so that
-// it runs ahead into the next tile while consumers end this one.
+// warp has arrived after its last read. Tiles of work go from the warp that chooses them to all others the same way, so
+// that copies run ahead into the next tile while consumers end this one.
 //
 // Of quantised caches the codes are copied, to a ring of their own, and a warpgroup of converters makes the tiles of
 // them that consumers multiply: convert_sm90.cuh.
@@ -89,7 +89,7 @@ enum WaitSm90 {
   kCodesEmpty
 };
 
-constexpr int kRowWarps = 2;  // they fill in TileSm90::rows
+constexpr int kTileWarp = 2;
 
 // Quantised caches: tiles of codes between the producers and the converters. Rows lie as SwizzledChunk has them.
 template <class Traits, bool kQuantised = Traits::kQuantised>
@@ -140,8 +140,8 @@ struct SharedSm90 {
     for (int i = 0; i < kTiles; ++i) {
       InitBarrier(&tile_full[i], 1);
       // All threads that write and read arrive: compute-sanitizer does not follow one lane's arrival for its warp.
-      InitBarrier(&rows_full[i], kRowWarps * kWarp);
-      InitBarrier(&tile_empty[i], (kConsumerWarps + kConverterWarps + 1) * kWarp);  // and the producer of values
+      InitBarrier(&rows_full[i], kWarp);
+      InitBarrier(&tile_empty[i], (kConsumerWarps + kConverterWarps + 2) * kWarp);  // and the producers
     }
     if constexpr (Traits::kQuantised) {
       for (int i = 0; i < Traits::kCodeStages; ++i) {
