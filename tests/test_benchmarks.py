@@ -59,12 +59,12 @@ def test_every_peer_is_timed_or_says_why_not(case):
     assert amount > 0 and unit in ("TB/s", "TFLOP/s") and peers.memory(case) > 0
 
 
-def test_every_outside_reference_says_why_it_has_no_time():
-    """No GPU here, or no PyTorch: each has a reason of its own, and what it cannot store is not asked for."""
+def test_every_outside_reference_is_timed_or_says_why_not():
     entries = [(case, peer) for case in CASES for peer in peers.outside(case)]
     assert {case.kind for case, _ in entries} == {"decode", "prefill", "chunked"}
     found = peers.outside_us(entries, 60.0)
-    assert len(found) == len(entries) and all(isinstance(reason, str) and reason for reason in found)
+    assert len(found) == len(entries)
+    assert all(result if isinstance(result, str) else result > 0 for result in found)
 
 
 def test_peers_read_the_same_keys_and_values():
