@@ -110,11 +110,15 @@ def copy_pages(rng, row):
 
 
 def clusters(rng, row):
-    """A call that the sm90 prefill kernels take in clusters of two blocks: an odd number of tiles, over 1,024 keys."""
-    (head_dim, value_dim), dtype, tokens = dims(row), row["dtype"], 2060
-    query, key, value = (normal(rng, dtype, tokens, 1, d) for d in (head_dim, head_dim, value_dim))
+    """A call that the sm90 prefill kernels take in clusters of two blocks: an odd number of tiles, over 1,024 keys.
+
+    Of plain arrays more of them than a card of 132 SMs has clusters.
+    """
+    (head_dim, value_dim), dtype = dims(row), row["dtype"]
     if row["phase"] == "attention":
-        return functools.partial(ta.attention, is_causal=True), (query, key, value)
+        return ta.attention, tuple(normal(rng, dtype, 1290, 12, d) for d in (head_dim, head_dim, value_dim))
+    tokens = 2060
+    query = normal(rng, dtype, tokens, 1, head_dim)
     pages = -(-tokens // 64)
     pool = ta.PagedKVCache.create(pages, 1, head_dim, value_dim=value_dim, page_size=64, dtype=dtype)
     table = rng.permutation(pages).astype(np.int32)[None]

@@ -4,6 +4,7 @@ Clusters are for calls of many tiles, larger than the common cases; a window tha
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +51,10 @@ DENSE = dict(
     lens=dict(B=3, is_causal=True, query_seq_lengths=[1408, 0, 1000], key_value_seq_lengths=[1300, 1408, 7]),
     modified=dict(is_causal=True, logits_soft_cap=20.0, alibi=True),
     segments=dict(B=2, segments=True),
+    # More units than the card has pairs of SMs: clusters go from one to the next.
+    stay=dict(heads=(16, 16)),
+    stay_in_pairs=dict(B=8, heads=(16, 16), is_causal=True),
+    stay_d64=dict(B=2, D=64, T=2100, heads=(16, 16)),
 )
 
 
@@ -134,3 +139,31 @@ def test_pages(page_size, prefix):
             **how,
         )
     )
+
+
+def test_garbage():
+    """Any int32 in page ids, lengths, layers: no hang, and the bits of single blocks. Ranges in order, past the end too."""
+    rng = np.random.default_rng(1)
+    pages, page_size, heads, batch = 90, 16, 8, 3
+    cache = ta.PagedKVCache.create(pages, heads, 128, page_size=page_size, num_layers=2)
+    cache = dataclasses.replace(cache, key=normal(1, *cache.key.shape), value=normal(2, *cache.value.shape))
+    query = normal(3, 4000, heads, 128)
+
+    @functools.partial(jax.jit, static_argnames="windowed")
+    def call(table, lens, offsets, layer, windowed):
+        window = NO_WINDOW if windowed else None
+        how = dict(max_q_len=4000, local_window_size=window, return_residual=True, implementation="cuda")
+        return ta.paged_attention(query, cache, table, lens, offsets, layer=layer, **how)
+
+    for _ in range(40):
+        garbage = lambda *shape: np.asarray(rng.integers(-(2**31), 2**31, shape), np.int32)  # noqa: E731
+        table = np.where(rng.random((batch, 128)) < 0.9, rng.integers(0, pages, (batch, 128)), garbage(batch, 128))
+        lens = np.where(rng.random(batch) < 0.8, rng.integers(0, 2048, batch), garbage(batch))
+        offsets = np.sort(np.where(rng.random(batch + 1) < 0.8, rng.integers(0, 4000, batch + 1), garbage(batch + 1)))
+        layer = np.where(rng.random() < 0.9, rng.integers(0, 2), garbage())
+        inputs = [np.asarray(x, np.int32) for x in (table, lens, offsets, layer)]
+        for result, expected in zip(call(*inputs, windowed=False), call(*inputs, windowed=True), strict=True):
+            np.testing.assert_array_equal(result, expected)
+    for _ in range(20):  # ranges that overlap: whoever is last writes
+        inputs = [garbage(batch, 128), garbage(batch), garbage(batch + 1), np.int32(1)]
+        jax.block_until_ready(call(*inputs, windowed=False))

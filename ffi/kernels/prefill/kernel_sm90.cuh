@@ -100,7 +100,8 @@ __device__ SplitSm90 ChooseSplits(const PagedAttentionParams& params, const Sche
 // Where every sequence has the same number of rows: sections of (sequence, kv head) pairs one after the other, in a
 // section the tiles in descending order over all its pairs. That is longest first for causal calls, so that blocks end
 // together, and blocks that run side by side read the same keys. Elsewhere: by kv head and sequence, in descending
-// order. A block takes item after item, gridDim.x apart; in pairs, the tile from the end first, then its mirror image.
+// order. A worker takes item after item, as many apart as there are workers; in pairs, the tile from the end first,
+// then its mirror image.
 //
 // Where keys are cut in parts, an item is a part of a tile, and as many blocks as there are SMs share them out. All
 // tiles have been counted: ranges that overlap make no more.
@@ -192,13 +193,11 @@ struct TileWalkSm90 {
     }
   }
 
-  // From the tile's own blocks to numbers in its unit's. A prefix is taken in whole.
+  // From the tile's own blocks to numbers in its unit's. Both start at the same key, since there are no windows; a
+  // prefix is taken in whole.
   __device__ void SetUnit(TileSm90<Traits>* tile, const BlockList<Traits::kKeys>& unit) const {
     BlockList<Traits::kKeys>& own = tile->blocks;
-    const int begin = own.first[kOwnRun] - unit.first[kOwnRun], count = own.count[kOwnRun];
-    tile->begin = unit.count[0] > 0 ? 0 : begin;
-    tile->end = count > 0 ? unit.count[0] + begin + count : unit.count[0];
-    if (tile->num_rows == 0 || tile->end == 0) tile->begin = tile->end = 0;
+    tile->end = tile->num_rows > 0 ? unit.count[0] + own.count[kOwnRun] : 0;
     for (int run = 0; run < kRuns; ++run) {
       own.first[run] = unit.first[run];
       own.count[run] = unit.count[run];

@@ -701,7 +701,7 @@ struct ConsumerSm90 {
 
   // ---- a tile
 
-  // Blocks that other tiles of the unit see, and this one does not.
+  // Blocks at the end of the unit that this tile does not see.
   __device__ __forceinline__ void PassOver(int blocks) {
 #pragma unroll 1
     for (int i = 0; i < blocks; ++i) {
@@ -796,7 +796,6 @@ struct ConsumerSm90 {
     HoldRegisters(o);
     HoldRegisters(p);
     ReleaseValues();
-    PassOver(tile.begin - tile.unit_begin);
   }
 };
 
