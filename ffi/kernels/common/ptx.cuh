@@ -66,6 +66,43 @@ __device__ __forceinline__ void WaitForPrerequisites() {
 #endif
 }
 
+// Clusters (9.0). Code for older cards has no call that launches one.
+__device__ __forceinline__ void ArriveAtCluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void WaitForCluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// Where block `rank` of the cluster has what this one has at a shared address.
+__device__ __forceinline__ uint32_t PeerAddress(uint32_t address, int rank) {
+  uint32_t peer = address;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(rank));
+#endif
+  return peer;
+}
+__device__ __forceinline__ float LoadPeer(uint32_t address) {
+  float x = 0.f;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+#endif
+  return x;
+}
+__device__ __forceinline__ float4 LoadPeer4(uint32_t address) {
+  float4 x = {};
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
+#endif
+  return x;
+}
+
 // The transpose of an 8 x 8 matrix of 16-bit elements held as (row g, columns 2c, 2c+1).
 __device__ __forceinline__ uint32_t TransposeMatrix(uint32_t x) {
   uint32_t y;

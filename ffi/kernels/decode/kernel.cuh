@@ -10,6 +10,7 @@
 #define TURBOATTN_KERNELS_DECODE_KERNEL_CUH_
 
 #include <cfloat>
+#include <cstddef>
 
 #include "core/heuristics.h"
 #include "kernels/common/score.cuh"
@@ -151,6 +152,60 @@ __device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& fa
   return share;
 }
 
+// Rows of a unit whose parts are the blocks of a cluster: each block finishes a share of their columns. As many lanes
+// as there are parts read one each, four columns of it, where its block has published them.
+template <class Traits>
+__device__ void MergeCluster(const PagedAttentionParams& params, const SharedSm80<Traits>& shared, int rows,
+                             int cluster_shift) {
+  using Results = WarpResults<Traits>;
+  constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kQuads = kDim / 4;
+  const int peers = 1 << cluster_shift, rank = blockIdx.x & (peers - 1), peer = threadIdx.x & (peers - 1);
+  const int taken = Traits::kThreads >> cluster_shift;  // quads that the block takes at once, at most 16: of one row
+  const uint32_t results = PeerAddress(SharedAddress(&shared.results), peer);
+  ArriveAtCluster();
+  WaitForCluster();
+#pragma unroll 1
+  for (int first = rank * taken; first < rows * kQuads; first += Traits::kThreads) {
+    const int quad = first + (threadIdx.x >> cluster_shift), row = quad / kQuads, d = quad % kQuads * 4;
+    float maxima[kWarps], sums[kWarps], max = -Infinity(), sum = 0.f;
+    float4 o[kWarps], x = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      maxima[w] = LoadPeer(results + offsetof(Results, max) + (w * kRows + row) * sizeof(float));
+      sums[w] = LoadPeer(results + offsetof(Results, sum) + (w * kRows + row) * sizeof(float));
+      o[w] = LoadPeer4(results + ((w * kRows + row) * (kDim + 4) + d) * sizeof(float));
+    }
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) max = fmaxf(max, maxima[w]);
+    for (int step = 1; step < peers; step *= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float weight = maxima[w] == -Infinity() ? 0.f : Exp2(maxima[w] - max);
+      sum += weight * sums[w];
+      x = {x.x + weight * o[w].x, x.y + weight * o[w].y, x.z + weight * o[w].z, x.w + weight * o[w].w};
+    }
+#pragma unroll 1
+    for (int step = 1; step < peers; step *= 2) {
+      sum += __shfl_xor_sync(~0u, sum, step);
+      x.x += __shfl_xor_sync(~0u, x.x, step);
+      x.y += __shfl_xor_sync(~0u, x.y, step);
+      x.z += __shfl_xor_sync(~0u, x.z, step);
+      x.w += __shfl_xor_sync(~0u, x.w, step);
+    }
+    if (peer == 0) {
+      const int head = shared.rows.head[row];
+      const RowEnd end = EndRow(max, sum, params.score.sinks, head);
+      const int64_t out_row = shared.rows.token[row] * params.num_heads + head;
+      const float f = end.factor;
+      StoreFour<typename Traits::E>(params.out, params.out_dtype, out_row * kDim + d,
+                                    {x.x * f, x.y * f, x.z * f, x.w * f});
+      if (d == 0) params.lse[out_row] = end.lse;
+    }
+  }
+  ArriveAtCluster();
+  WaitForCluster();  // the others have read what this block has
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     DecodeSm80(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts facts) {
@@ -164,35 +219,42 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   const int group = facts.group;
   const bool fixed_parts = params.batch_invariant;
 
-  // A thread has a few sequences that follow each other, mostly one.
-  Share share = {};
-  const int each_thread = (batch + kThreads - 1) / kThreads;
-  int b = threadIdx.x * each_thread;
-  int64_t my_cost = 0, my_begin;
-  for (const int end = min(b + each_thread, batch); b < end; ++b) {
-    share = ShareOf<kRows>(params, facts, b);
-    my_cost += share.cost;
-  }
-  --b;
-  const WorkList list(ScanOverThreads<kThreads>(my_cost, &my_begin), static_cast<int>(gridDim.x));
+  // A cluster knows its unit. Else a thread has a few sequences that follow each other, mostly one.
+  const bool clustered = facts.cluster_shift >= 0;
   const int block = static_cast<int>(blockIdx.x);
+  Share share = {};
+  int b = 0;
+  int64_t my_cost = 0, my_begin = 0, total = 0;
+  if (clustered) {
+    if (threadIdx.x == 0) share = ShareOf<kRows>(params, facts, 0);
+  } else {
+    const int each_thread = (batch + kThreads - 1) / kThreads;
+    b = threadIdx.x * each_thread;
+    for (const int end = min(b + each_thread, batch); b < end; ++b) {
+      share = ShareOf<kRows>(params, facts, b);
+      my_cost += share.cost;
+    }
+    --b;
+    total = ScanOverThreads<kThreads>(my_cost, &my_begin);
+  }
+  const WorkList list(total, static_cast<int>(gridDim.x));
 
   // Slots of this block that no part will claim say so; slots of other parts are set when their part is.
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0 && !clustered) {
     if (blockIdx.x == 0) *workspace.slots_in_use = fixed_parts ? list.total : 2 * static_cast<int64_t>(gridDim.x);
     if (!fixed_parts) workspace.info[2 * blockIdx.x] = workspace.info[2 * blockIdx.x + 1] = SlotInfo{};
   }
 
-  if (block < list.blocks) {
-    int64_t position = list.Begin(block);
-    const int64_t end = list.Begin(block + 1);
+  if (clustered || block < list.blocks) {
+    int64_t position = clustered ? 0 : list.Begin(block);
+    const int64_t end = clustered ? 1 : list.Begin(block + 1);
     // The first part's sequence is found by the thread that has it, which has seen its last sequence last. The next
     // ones are found by thread 0, which goes on from there.
-    bool finds = position >= my_begin && position - my_begin < my_cost, moves = true;
+    bool finds = clustered ? threadIdx.x == 0 : position >= my_begin && position - my_begin < my_cost, moves = true;
     int64_t offset = position - (my_begin + my_cost - share.cost);
     while (position < end) {
       if (finds) {
-        while (offset < 0 || offset >= share.cost) {
+        while (!clustered && (offset < 0 || offset >= share.cost)) {
           const bool back = offset < 0;
           if (!back) offset -= share.cost;
           b += back ? -1 : 1;
@@ -204,7 +266,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         shared.offset = offset;
         if (moves) {
           shared.share = share;
-          if (facts.plain) {
+          if (share.cost == 0) {
+            // A cluster without work.
+          } else if (facts.plain) {
             ViewPlain(params, share, KeysOf(facts, share.kv_len), &shared.view, &shared.blocks);
           } else {
             ViewAny(params, b, share.q_len, &shared.view, &shared.blocks);
@@ -215,11 +279,20 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       share = shared.share;
       b = shared.b;
       offset = shared.offset;
-      const int unit = static_cast<int>(Divide(offset, share.parts));
-      const int within = static_cast<int>(offset - int64_t{unit} * share.parts);
-      const int first_block = fixed_parts ? within * share.part_blocks : within;
-      const int num_blocks = static_cast<int>(
-          min(int64_t{share.blocks} - first_block, fixed_parts ? int64_t{share.part_blocks} : end - position));
+      int unit, within, first_block, num_blocks;
+      if (clustered) {
+        const unsigned peers = 1u << facts.cluster_shift, rank = blockIdx.x & (peers - 1), blocks = share.blocks;
+        unit = static_cast<int>(blockIdx.x >> facts.cluster_shift);
+        within = first_block = static_cast<int>(blocks * rank >> facts.cluster_shift);
+        num_blocks = static_cast<int>(blocks * (rank + 1) >> facts.cluster_shift) - first_block;  // may be 0
+        if (int64_t{unit} * share.parts >= share.cost) break;  // the sequence has fewer rows than it could
+      } else {
+        unit = static_cast<int>(Divide(offset, share.parts));
+        within = static_cast<int>(offset - int64_t{unit} * share.parts);
+        first_block = fixed_parts ? within * share.part_blocks : within;
+        num_blocks = static_cast<int>(
+            min(int64_t{share.blocks} - first_block, fixed_parts ? int64_t{share.part_blocks} : end - position));
+      }
       const int tile = unit < heads ? 0 : unit / heads, head = unit - tile * heads, first_row = tile * kRows;
       const int rows = min(share.q_len * group - first_row, kRows);
 
@@ -277,6 +350,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       });
       __syncthreads();  // the rings become the exchange buffer
       mainloop.Publish();
+      if (clustered) {
+        MergeCluster<Traits>(params, shared, rows, facts.cluster_shift);
+        break;
+      }
       // Read once more: registers were the mainloop's. Before the barrier: then the next sequence may take its place.
       share = shared.share;
       b = shared.b;

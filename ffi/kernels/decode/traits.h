@@ -16,6 +16,7 @@ struct CallFacts {
   int max_keys;            // M * P, as far as kv_lens can reach
   int page_shift;          // P = 2^page_shift
   unsigned layers, pages;  // L and N, as far as an int32 can name them
+  int cluster_shift;       // a cluster of 2^cluster_shift blocks has a unit to itself; -1: the blocks share a list
   bool plain;              // the keys are [0, kv_len), and nothing but causality and a tree hides any
   bool same_rope;          // of the query and of new keys
 };
