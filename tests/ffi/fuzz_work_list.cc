@@ -1,5 +1,5 @@
 // How decode's list of work is cut (kernels/decode/work_list.h): every place has one block, the parts of a unit are as
-// many as its first block says, and each finds the slot that its block gives it. Lists of a few places to 2^60.
+// many as its first block says, and each finds the slot that its block gives it. Lists of a few places to 2^60, and units of one length.
 // usage: fuzz_work_list COUNT [SEED]. Exit status 1 and a line on stderr at the first failure.
 #include <algorithm>
 #include <cstdio>
@@ -22,16 +22,25 @@ void Fuzz(std::mt19937_64& random) {
     return low + static_cast<int64_t>(random() % static_cast<uint64_t>(high - low + 1));
   };
   const int grid = static_cast<int>(in(1, 512));
-  const int64_t total = in(0, int64_t{1} << in(0, 60));
-  const WorkList list(total, grid);
-  Check(list.blocks == std::min<int64_t>(total, grid), "blocks that have work");
+  const int units = static_cast<int>(in(1, int64_t{1} << in(0, 20)));
+  const bool even = in(0, 1) != 0;
+  const int64_t unit = in(0, int64_t{1} << in(0, 40)), total = even ? units * unit : in(0, int64_t{1} << in(0, 60));
+  const WorkList list(total, grid, EvenCut::Of(units, grid), even);
+  const int64_t longest = list.each + (list.left > 0 ? 1 : 0);
+  if (list.chunk == total) {
+    Check(list.blocks == std::min<int64_t>(total, grid), "blocks that have work");
+  } else {
+    Check(even && list.blocks <= grid, "more blocks than there are");
+    Check((longest - longest / 16 - 1) * grid <= total, "a block too long");
+  }
+  if (total == 0) return;
   Check(list.Begin(0) == 0 && list.Begin(list.blocks) == total, "the ends of the list");
   for (int block = 0; block < list.blocks; ++block) {
     const int64_t begin = list.Begin(block), end = list.Begin(block + 1);
-    Check(begin < end && end - begin - total / list.blocks <= 1, "a block's share");
+    Check(begin < end && end - begin <= longest, "a block's share");
+    if (list.chunk < total) Check(begin % unit == 0 || begin / unit == (end - 1) / unit, "parts of two units");
     Check(list.BlockOf(begin) == block && list.BlockOf(end - 1) == block, "the block of a place");
   }
-  if (total == 0) return;
   // A unit of some blocks of keys, as the kernel's blocks walk over it.
   const int64_t first = in(0, total - 1), length = in(1, total - first);
   const int owner = list.BlockOf(first), parts = list.BlockOf(first + length - 1) - owner + 1;

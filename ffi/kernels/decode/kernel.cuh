@@ -225,19 +225,25 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   Share share = {};
   int b = 0;
   int64_t my_cost = 0, my_begin = 0, total = 0;
+  bool all_even = false;
   if (clustered) {
     if (threadIdx.x == 0) share = ShareOf<kRows>(params, facts, 0);
   } else {
     const int each_thread = (batch + kThreads - 1) / kThreads;
-    b = threadIdx.x * each_thread;
+    const int first = threadIdx.x * each_thread;
+    b = first;
     for (const int end = min(b + each_thread, batch); b < end; ++b) {
       share = ShareOf<kRows>(params, facts, b);
       my_cost += share.cost;
     }
+    const int count = b - first;
     --b;
     total = ScanOverThreads<kThreads>(my_cost, &my_begin);
+    if (facts.even.units > 0) {
+      all_even = __syncthreads_and(count == 0 || (share.cost * batch == total && share.cost * count == my_cost));
+    }
   }
-  const WorkList list(total, static_cast<int>(gridDim.x));
+  const WorkList list(total, static_cast<int>(gridDim.x), facts.even, all_even);
 
   // Slots of this block that no part will claim say so; slots of other parts are set when their part is.
   if (threadIdx.x == 0 && !clustered) {
@@ -287,7 +293,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         num_blocks = static_cast<int>(blocks * (rank + 1) >> facts.cluster_shift) - first_block;  // may be 0
         if (int64_t{unit} * share.parts >= share.cost) break;  // the sequence has fewer rows than it could
       } else {
-        unit = static_cast<int>(Divide(offset, share.parts));
+        unit = static_cast<int>(Quotient(offset, share.parts));
         within = static_cast<int>(offset - int64_t{unit} * share.parts);
         first_block = fixed_parts ? within * share.part_blocks : within;
         num_blocks = static_cast<int>(

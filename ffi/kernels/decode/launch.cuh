@@ -82,6 +82,7 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
       return cudaLaunchKernelEx(&config, kernel, params, facts);
     }
   }
+  if (!params.batch_invariant) facts.even = EvenCut::Of(params.seqs.batch * params.cache.num_kv_heads, blocks);
   kernel<<<blocks, Traits::kThreads, kBytes, stream>>>(params, facts);
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
