@@ -247,6 +247,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
 
   // Slots of this block that no part will claim say so; slots of other parts are set when their part is.
   if (threadIdx.x == 0 && !clustered) {
+    shared.list = list;
     if (blockIdx.x == 0) *workspace.slots_in_use = fixed_parts ? list.total : 2 * static_cast<int64_t>(gridDim.x);
     if (!fixed_parts) workspace.info[2 * blockIdx.x] = workspace.info[2 * blockIdx.x + 1] = SlotInfo{};
   }
@@ -374,7 +375,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         if (within == 0 && fixed_parts) {
           info.parts = share.parts;
         } else if (within == 0) {
-          info.parts = list.BlockOf(position + share.blocks - 1) - block + 1;
+          info.parts = shared.list.BlockOf(position + share.blocks - 1) - block + 1;
         }
         workspace.info[slot] = info;
       }

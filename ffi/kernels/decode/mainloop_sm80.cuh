@@ -82,6 +82,7 @@ struct SharedSm80 {
   alignas(128) typename Traits::E query_apart[kQueryInRing ? 8 : kQueryElements];
   TileRows<Traits::kRows> rows;
   CodeQuery<Traits::kQuantised ? Traits::kRows : 1> code_query;
+  WorkList list;
   // The sequence that is worked on, and where in its share.
   int b;
   int64_t offset;
