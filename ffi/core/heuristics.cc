@@ -27,11 +27,12 @@ void PlanClusters(const PagedShape& shape, int64_t group, PagedPlan* plan) {
   if (shape.batch != 1 || shape.batch_invariant || plan->runs_prefill) return;
   const int64_t rows = (shape.uniform_q_len > 0 ? shape.uniform_q_len : plan->decode_q_len) * group;
   const int64_t units = shape.num_kv_heads * CeilDiv(rows, plan->row_tile);
-  int blocks = kMaxDecodeCluster;
-  while (units * blocks > kMaxClusterBlocks) blocks /= 2;
-  if (units * blocks < kMinClusterBlocks) return;
-  plan->decode_units = units;
-  plan->decode_cluster = blocks;
+  for (const int blocks : {16, 8}) {  // kernels know no smaller ones
+    if (units * blocks > kMaxClusterBlocks || units * blocks < kMinClusterBlocks) continue;
+    plan->decode_units = units;
+    plan->decode_cluster = blocks;
+    return;
+  }
 }
 
 // sm80: two blocks on each SM of a large card; a part of fewer keys than kMinSplitKeys costs more in merging than it

@@ -48,7 +48,6 @@ constexpr int64_t kMaxDecodeBlocks = 512;
 // One sequence: a cluster has a unit's keys and merges them in its own shared memory, if that makes kMinClusterBlocks
 // to kMaxClusterBlocks blocks, one or two for each SM of a card with clusters. Else, and where lengths may differ, the
 // units' blocks of keys are one list.
-constexpr int kMaxDecodeCluster = 16;
 constexpr int64_t kMinClusterBlocks = 128, kMaxClusterBlocks = 264;
 
 // Where decode appends, each unit that reads a new key stores it: a sequence with more rows than fit a unit has its
