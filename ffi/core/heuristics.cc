@@ -24,7 +24,7 @@ void PlanDecode(const PagedShape& shape, int64_t group, PagedPlan* plan) {
 }
 
 void PlanClusters(const PagedShape& shape, int64_t group, PagedPlan* plan) {
-  if (shape.batch != 1 || shape.batch_invariant || plan->runs_prefill) return;
+  if (shape.batch != 1 || shape.max_keys > kMaxClusterKeys || shape.batch_invariant || plan->runs_prefill) return;
   const int64_t rows = (shape.uniform_q_len > 0 ? shape.uniform_q_len : plan->decode_q_len) * group;
   const int64_t units = shape.num_kv_heads * CeilDiv(rows, plan->row_tile);
   for (const int blocks : {16, 8}) {  // kernels know no smaller ones

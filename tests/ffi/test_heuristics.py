@@ -77,8 +77,9 @@ def test_one_sequence_has_a_cluster_a_unit(heads, tokens, units, cluster):
         assert (packed["decode_units"], packed["decode_cluster"]) == (units, cluster)
 
 
-def test_clusters_are_for_one_sequence_and_bits_that_may_depend_on_the_batch():
+def test_clusters_are_for_one_short_sequence_and_bits_that_may_depend_on_the_batch():
     assert plan(batch=1, num_tokens=1)["decode_cluster"] == 16
+    assert plan(batch=1, num_tokens=1, max_keys=32768)["decode_cluster"] == 0  # two blocks an SM read faster
     assert plan(batch=2, num_tokens=2)["decode_cluster"] == 0  # their lengths may differ
     assert plan(batch=1, num_tokens=2)["decode_cluster"] == 0  # there is a prefill kernel too
     assert plan(batch=1, num_tokens=1, batch_invariant=True)["decode_cluster"] == 0

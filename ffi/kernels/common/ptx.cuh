@@ -30,6 +30,9 @@ __device__ __forceinline__ void CopyAsync4(uint32_t to, const void* from, bool v
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
 
+// The line of L2 that holds p, before it is asked for.
+__device__ __forceinline__ void Prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 __device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most kPending groups of this thread's copies are in flight.
@@ -85,22 +88,16 @@ __device__ __forceinline__ uint32_t PeerAddress(uint32_t address, int rank) {
 #endif
   return peer;
 }
-__device__ __forceinline__ float LoadPeer(uint32_t address) {
-  float x = 0.f;
+__device__ __forceinline__ void StorePeer(uint32_t address, float4 x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
-#endif
-  return x;
-}
-__device__ __forceinline__ float4 LoadPeer4(uint32_t address) {
-  float4 x = {};
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(address)
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
                : "memory");
 #endif
-  return x;
+}
+__device__ __forceinline__ void StorePeer(uint32_t address, float2 x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
+#endif
 }
 
 // The transpose of an 8 x 8 matrix of 16-bit elements held as (row g, columns 2c, 2c+1).

@@ -10,7 +10,6 @@
 #define TURBOATTN_KERNELS_DECODE_KERNEL_CUH_
 
 #include <cfloat>
-#include <cstddef>
 
 #include "core/heuristics.h"
 #include "kernels/common/score.cuh"
@@ -55,6 +54,17 @@ __device__ __forceinline__ void StoreFour(void* out, DType out_dtype, int64_t el
   } else {
     *reinterpret_cast<uint2*>(static_cast<E*>(out) + element) = {Pack<E>(x.x, x.y), Pack<E>(x.z, x.w)};
   }
+}
+
+// Columns d to d + 3 of a row, which are unnormalised in x.
+template <class E, int kDim>
+__device__ __forceinline__ void FinishQuad(const PagedAttentionParams& params, int64_t token, int head, int d,
+                                           float max, float sum, float4 x) {
+  const RowEnd end = EndRow(max, sum, params.score.sinks, head);
+  const int64_t row = token * params.num_heads + head;
+  const float f = end.factor;
+  StoreFour<E>(params.out, params.out_dtype, row * kDim + d, {x.x * f, x.y * f, x.z * f, x.w * f});
+  if (d == 0) params.lse[row] = end.lse;
 }
 
 __device__ inline int BlocksOf(int keys) { return static_cast<int>((keys + (kDecodeKeys - 1u)) / kDecodeKeys); }
@@ -152,59 +162,63 @@ __device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& fa
   return share;
 }
 
-// Rows of a unit whose parts are the blocks of a cluster: each block finishes a share of their columns. As many lanes
-// as there are parts read one each, four columns of it, where its block has published them.
+// The rows of a unit whose parts are the blocks of a cluster. Each block finishes some quads of four columns: the
+// others send it theirs.
 template <class Traits>
-__device__ void MergeCluster(const PagedAttentionParams& params, const SharedSm80<Traits>& shared, int rows,
-                             int cluster_shift) {
-  using Results = WarpResults<Traits>;
-  constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kQuads = kDim / 4;
-  const int peers = 1 << cluster_shift, rank = blockIdx.x & (peers - 1), peer = threadIdx.x & (peers - 1);
-  const int taken = Traits::kThreads >> cluster_shift;  // quads that the block takes at once, at most 16: of one row
-  const uint32_t results = PeerAddress(SharedAddress(&shared.results), peer);
-  ArriveAtCluster();
-  WaitForCluster();
+class ClusterMerge {
+ public:
+  __device__ ClusterMerge(const CallFacts& facts, SharedSm80<Traits>& shared, int rows)
+      : shared_(shared), rows_(rows), shift_(facts.cluster_shift), rank_(blockIdx.x & ((1 << shift_) - 1)) {
+    while (kQuads << log_rows_ < rows * kQuads) ++log_rows_;
+  }
+
+  // Quad i of the unit's rows, of this block's part.
+  __device__ void Send(int i, float4 x, float max, float sum) const {
+    const int to = i >> LogQuads(), at = rank_ * (Quads() + 1) + (i & (Quads() - 1));
+    StorePeer(PeerAddress(SharedAddress(&shared_.parts.x[at]), to), x);
+    StorePeer(PeerAddress(SharedAddress(&shared_.parts.state[at]), to), float2{max, sum});
+  }
+
+  // After all have sent. As many lanes as there are parts take one each; the order is theirs.
+  __device__ void Finish(const PagedAttentionParams& params) const {
+    const int parts = 1 << shift_, part = threadIdx.x & (parts - 1), quads = Quads();
 #pragma unroll 1
-  for (int first = rank * taken; first < rows * kQuads; first += Traits::kThreads) {
-    const int quad = first + (threadIdx.x >> cluster_shift), row = quad / kQuads, d = quad % kQuads * 4;
-    float maxima[kWarps], sums[kWarps], max = -Infinity(), sum = 0.f;
-    float4 o[kWarps], x = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      maxima[w] = LoadPeer(results + offsetof(Results, max) + (w * kRows + row) * sizeof(float));
-      sums[w] = LoadPeer(results + offsetof(Results, sum) + (w * kRows + row) * sizeof(float));
-      o[w] = LoadPeer4(results + ((w * kRows + row) * (kDim + 4) + d) * sizeof(float));
-    }
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) max = fmaxf(max, maxima[w]);
-    for (int step = 1; step < peers; step *= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const float weight = maxima[w] == -Infinity() ? 0.f : Exp2(maxima[w] - max);
-      sum += weight * sums[w];
-      x = {x.x + weight * o[w].x, x.y + weight * o[w].y, x.z + weight * o[w].z, x.w + weight * o[w].w};
-    }
+    for (int base = 0; base < quads; base += Traits::kThreads >> shift_) {
+      const int mine = base + (threadIdx.x >> shift_), at = part * (quads + 1) + min(mine, quads - 1);
+      const float2 state = shared_.parts.state[at];
+      float4 x = shared_.parts.x[at];
+      float max = state.x;
 #pragma unroll 1
-    for (int step = 1; step < peers; step *= 2) {
-      sum += __shfl_xor_sync(~0u, sum, step);
-      x.x += __shfl_xor_sync(~0u, x.x, step);
-      x.y += __shfl_xor_sync(~0u, x.y, step);
-      x.z += __shfl_xor_sync(~0u, x.z, step);
-      x.w += __shfl_xor_sync(~0u, x.w, step);
-    }
-    if (peer == 0) {
-      const int head = shared.rows.head[row];
-      const RowEnd end = EndRow(max, sum, params.score.sinks, head);
-      const int64_t out_row = shared.rows.token[row] * params.num_heads + head;
-      const float f = end.factor;
-      StoreFour<typename Traits::E>(params.out, params.out_dtype, out_row * kDim + d,
-                                    {x.x * f, x.y * f, x.z * f, x.w * f});
-      if (d == 0) params.lse[out_row] = end.lse;
+      for (int step = 1; step < parts; step *= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+      const float weight = state.x == -Infinity() ? 0.f : Exp2(state.x - max);
+      float sum = weight * state.y;
+      x = {weight * x.x, weight * x.y, weight * x.z, weight * x.w};
+#pragma unroll 1
+      for (int step = 1; step < parts; step *= 2) {
+        sum += __shfl_xor_sync(~0u, sum, step);
+        x.x += __shfl_xor_sync(~0u, x.x, step);
+        x.y += __shfl_xor_sync(~0u, x.y, step);
+        x.z += __shfl_xor_sync(~0u, x.z, step);
+        x.w += __shfl_xor_sync(~0u, x.w, step);
+      }
+      const int i = rank_ * quads + mine, row = i / kQuads, d = i % kQuads * 4;
+      if (part != 0 || mine >= quads || row >= rows_) continue;
+      FinishQuad<typename Traits::E, Traits::kDim>(params, shared_.rows.token[row], shared_.rows.head[row], d, max, sum,
+                                                   x);
     }
   }
-  ArriveAtCluster();
-  WaitForCluster();  // the others have read what this block has
-}
+
+ private:
+  static constexpr int kQuads = Traits::kDim / 4;  // of a row
+
+  // That a block finishes.
+  __device__ int LogQuads() const { return (kQuads == 16 ? 4 : kQuads == 32 ? 5 : 6) + log_rows_ - shift_; }
+  __device__ int Quads() const { return 1 << LogQuads(); }
+
+  SharedSm80<Traits>& shared_;
+  const int rows_, shift_, rank_;
+  int log_rows_ = 0;  // rows as a power of two
+};
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
@@ -227,6 +241,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   int64_t my_cost = 0, my_begin = 0, total = 0;
   bool all_even = false;
   if (clustered) {
+    // Which pages it is depends on the length; where they are named does not.
+    constexpr int kLine = 32;  // entries
+    if (threadIdx.x * kLine < params.seqs.max_pages) Prefetch(params.seqs.page_table + threadIdx.x * kLine);
+    if (threadIdx.x == kThreads - 1) Prefetch(params.seqs.layer);
     if (threadIdx.x == 0) share = ShareOf<kRows>(params, facts, 0);
   } else {
     const int each_thread = (batch + kThreads - 1) / kThreads;
@@ -253,8 +271,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   }
 
   if (clustered || block < list.blocks) {
-    int64_t position = clustered ? 0 : list.Begin(block);
-    const int64_t end = clustered ? 1 : list.Begin(block + 1);
+    int64_t position = 0, end = 1;
+    if (!clustered) list.Range(block, facts.even, &position, &end);
     // The first part's sequence is found by the thread that has it, which has seen its last sequence last. The next
     // ones are found by thread 0, which goes on from there.
     bool finds = clustered ? threadIdx.x == 0 : position >= my_begin && position - my_begin < my_cost, moves = true;
@@ -294,7 +312,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         num_blocks = static_cast<int>(blocks * (rank + 1) >> facts.cluster_shift) - first_block;  // may be 0
         if (int64_t{unit} * share.parts >= share.cost) break;  // the sequence has fewer rows than it could
       } else {
-        unit = static_cast<int>(Quotient(offset, share.parts));
+        unit = static_cast<int>(Divide(offset, share.parts));
         within = static_cast<int>(offset - int64_t{unit} * share.parts);
         first_block = fixed_parts ? within * share.part_blocks : within;
         num_blocks = static_cast<int>(
@@ -356,21 +374,20 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         __syncthreads();  // the rings take the query's place, and the new rows are in the cache
       });
       __syncthreads();  // the rings become the exchange buffer
+      if (clustered) ArriveAtCluster();
       mainloop.Publish();
-      if (clustered) {
-        MergeCluster<Traits>(params, shared, rows, facts.cluster_shift);
-        break;
-      }
       // Read once more: registers were the mainloop's. Before the barrier: then the next sequence may take its place.
       share = shared.share;
       b = shared.b;
       offset = shared.offset;
       __syncthreads();
 
-      const bool whole = num_blocks == share.blocks;
+      const bool whole = num_blocks == share.blocks && !clustered;
+      const ClusterMerge<Traits> cluster(facts, shared, rows);
+      if (clustered) WaitForCluster();  // for the others' memory
       const int64_t slot = fixed_parts ? position : 2 * static_cast<int64_t>(blockIdx.x) + (within == 0 ? 1 : 0);
       float* partial = workspace.data + slot * kSlotFloats<kRows, kDim>;
-      if (threadIdx.x == 0 && !whole) {
+      if (threadIdx.x == 0 && !whole && !clustered) {
         SlotInfo info = {0, rows, share.first_token, head, first_row};
         if (within == 0 && fixed_parts) {
           info.parts = share.parts;
@@ -394,11 +411,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
           x = {x.x + weight * o.x, x.y + weight * o.y, x.z + weight * o.z, x.w + weight * o.w};
         }
         if (whole) {
-          const RowEnd end_of_row = EndRow(max, sum, params.score.sinks, shared.rows.head[row]);
-          const int64_t out_row = shared.rows.token[row] * params.num_heads + shared.rows.head[row];
-          const float f = end_of_row.factor;
-          StoreFour<E>(params.out, params.out_dtype, out_row * kDim + d, {x.x * f, x.y * f, x.z * f, x.w * f});
-          if (d == 0) params.lse[out_row] = end_of_row.lse;
+          FinishQuad<E, kDim>(params, shared.rows.token[row], shared.rows.head[row], d, max, sum, x);
+        } else if (clustered) {
+          cluster.Send(i, x, max, sum);
         } else {
           *reinterpret_cast<float4*>(partial + row * kDim + d) = x;
           if (d == 0) {
@@ -406,6 +421,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
             partial[kRows * kDim + kRows + row] = sum;
           }
         }
+      }
+      if (clustered) {
+        ArriveAtCluster();
+        WaitForCluster();
+        cluster.Finish(params);
+        break;
       }
       const int taken = fixed_parts ? 1 : num_blocks;
       position += taken;
@@ -466,12 +487,8 @@ __global__ void __launch_bounds__(kMergeThreads)
       for (int g = 1; g < min(kGroups, info.parts); ++g) all.Add(s_state[g].x, s_state[g].y, s_x[g][lane]);
       const int r = info.first_row + row, token = r < facts.group ? 0 : r / facts.group;
       const int head = info.head * facts.group + (r - token * facts.group);
-      const int64_t out_row = (int64_t{info.first_token} + token) * params.num_heads + head;
-      const RowEnd end = EndRow(all.max, all.sum, params.score.sinks, head);
-      const float f = end.factor;
-      StoreFour<typename Traits::E>(params.out, params.out_dtype, out_row * kDim + lane * 4,
-                                    {all.x.x * f, all.x.y * f, all.x.z * f, all.x.w * f});
-      if (lane == 0) params.lse[out_row] = end.lse;
+      FinishQuad<typename Traits::E, kDim>(params, int64_t{info.first_token} + token, head, lane * 4, all.max, all.sum,
+                                           all.x);
     }
     __syncthreads();  // before the next unit's
   }
