@@ -468,7 +468,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   const WorkspaceView workspace(params);
   const bool fixed_parts = params.batch_invariant;
   const int row = blockIdx.y, group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  uint32_t rehearses = row == 0 ? 1 : 0;
+  uint32_t rehearses = kDependentLaunch && row == 0 ? 1 : 0;
   if (!rehearses) WaitForPrerequisites();
   // Parts cut by the grid: the first of a unit has its block's second slot.
 #pragma unroll 1
