@@ -455,9 +455,9 @@ struct RowSum {
   }
 };
 
-// A block a unit of several parts and row: blockIdx.y. Each of kGroups groups of threads adds every kGroups-th part, in
-// their order, then the first adds up what the others have. Slots that are not the first of a unit end at once. Some
-// blocks of each SM rehearse: instructions arrive while the parts are being made.
+// A block a unit of several parts and merge_rows of its rows. A row has some groups of threads; each adds every so many
+// parts, in their order, then the row's first adds up what the others have. Slots that are not the first of a unit end
+// at once. Some blocks of each SM rehearse: instructions arrive while the parts are being made.
 template <class Traits>
 __global__ void __launch_bounds__(kMergeThreads)
     MergeSm80(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts facts) {
@@ -467,32 +467,35 @@ __global__ void __launch_bounds__(kMergeThreads)
   __shared__ float2 s_state[kGroups];
   const WorkspaceView workspace(params);
   const bool fixed_parts = params.batch_invariant;
-  const int row = blockIdx.y, group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  uint32_t rehearses = kDependentLaunch && row == 0 ? 1 : 0;
+  const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const int groups = kGroups / facts.merge_rows, member = group & (groups - 1);  // of a row; kGroups and those: 2^n
+  const int first_row = blockIdx.y * facts.merge_rows, row = first_row + group / groups;
+  uint32_t rehearses = kDependentLaunch && blockIdx.y == 0 ? 1 : 0;
   if (!rehearses) WaitForPrerequisites();
   // Parts cut by the grid: the first of a unit has its block's second slot.
 #pragma unroll 1
   for (int64_t i = blockIdx.x;; i += gridDim.x) {
     rehearses = Opaque(rehearses);  // else the compiler makes two loops, each with its own instructions
     const int64_t slot = fixed_parts ? i : 2 * i + 1;
-    SlotInfo info = {kBatch * kGroups, kRows, 0, 0, 0};
+    SlotInfo info = {kBatch * groups, kRows, 0, 0, 0};
     if (!rehearses) {
       if (i >= (fixed_parts ? *workspace.slots_in_use : static_cast<int64_t>(gridDim.x))) break;
       info = workspace.info[slot];
-      if (info.parts == 0 || row >= info.rows) continue;
+      if (info.parts == 0 || first_row >= info.rows) continue;
     }
     // The rehearsal reads the start of the query, again and again.
     const float* data = rehearses ? static_cast<const float*>(params.query) : workspace.data;
     const int64_t slot_floats = rehearses ? 0 : kSlotFloats<kRows, kDim>;
-    const int quad = rehearses ? 0 : row * kDim + lane * 4, state = rehearses ? 0 : kRows * kDim + row;
+    const int in_unit = min(row, info.rows - 1);
+    const int quad = rehearses ? 0 : in_unit * kDim + lane * 4, state = rehearses ? 0 : kRows * kDim + in_unit;
     RowSum all;
 #pragma unroll 1
-    for (int first = group; first < info.parts; first += kBatch * kGroups) {
+    for (int first = member; first < info.parts; first += kBatch * groups) {
       float max[kBatch], sum[kBatch];
       float4 x[kBatch];
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {  // all are on their way together; past the last the first once more
-        const int part = first + k * kGroups;
+        const int part = first + k * groups;
         const float* from = data + SlotOfPart(slot, part < info.parts ? part : first, fixed_parts) * slot_floats;
         max[k] = from[state];
         sum[k] = from[state + kRows];
@@ -500,15 +503,17 @@ __global__ void __launch_bounds__(kMergeThreads)
       }
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
-        if (first + k * kGroups < info.parts) all.Add(max[k], sum[k], x[k]);
+        if (first + k * groups < info.parts) all.Add(max[k], sum[k], x[k]);
       }
     }
     s_x[group][lane] = all.x;
     if (lane == 0) s_state[group] = {all.max, all.sum};
     __syncthreads();
-    if (group == 0) {
+    if (member == 0 && row < info.rows) {
 #pragma unroll 1
-      for (int g = 1; g < min(kGroups, info.parts); ++g) all.Add(s_state[g].x, s_state[g].y, s_x[g][lane]);
+      for (int g = group + 1; g < group + min(groups, info.parts); ++g) {
+        all.Add(s_state[g].x, s_state[g].y, s_x[g][lane]);
+      }
       const int r = info.first_row + row, token = r < facts.group ? 0 : r / facts.group;
       const int head = info.head * facts.group + (r - token * facts.group);
       const RowEnd end = EndRow(all.max, all.sum, params.score.sinks, head);
