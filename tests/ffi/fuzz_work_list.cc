@@ -23,7 +23,7 @@ void Fuzz(std::mt19937_64& random) {
   };
   const int grid = static_cast<int>(in(1, 512));
   const int units = static_cast<int>(in(1, int64_t{1} << in(0, 20)));
-  const bool even = in(0, 1) != 0;
+  const bool even = in(0, 1) != 0 && EvenCut::Of(units, grid).units > 0;
   const int64_t unit = in(0, int64_t{1} << in(0, 40)), total = even ? units * unit : in(0, int64_t{1} << in(0, 60));
   const EvenCut cut = EvenCut::Of(units, grid);
   const WorkList list(total, grid, cut, even);

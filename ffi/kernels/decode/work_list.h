@@ -29,6 +29,7 @@ struct EvenCut {
     cut.block_units = (cut.units + grid - 1) / grid;
     cut.chunks = (cut.units + cut.block_units - 1) / cut.block_units;
     cut.unit_blocks = cut.units <= grid ? grid / cut.units : 1;
+    if (cut.chunks * cut.unit_blocks < grid - grid / 16) return {};  // too few blocks would have work
     cut.reciprocal = static_cast<uint32_t>(((int64_t{1} << 32) + cut.unit_blocks - 1) / cut.unit_blocks);
     while ((units >> cut.shift) % 2 == 0) ++cut.shift;
     const uint32_t odd = static_cast<uint32_t>(units >> cut.shift);
