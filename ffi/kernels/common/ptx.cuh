@@ -57,12 +57,7 @@ __device__ __forceinline__ void LoadMatrix4Transposed(uint32_t (&r)[4], uint32_t
 
 // Programmatic dependent launch (code compiled for 9.0 or newer; nothing elsewhere). A grid that was launched as a
 // dependent of the one before it may start when all blocks of that one have said LaunchDependents(), and sees its
-// results after WaitForPrerequisites(). Code for older cards has kDependentLaunch false: all grids wait for each other.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-constexpr bool kDependentLaunch = true;
-#else
-constexpr bool kDependentLaunch = false;
-#endif
+// results after WaitForPrerequisites().
 __device__ __forceinline__ void LaunchDependents() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

@@ -58,8 +58,9 @@ __device__ __forceinline__ void StoreFour(void* out, DType out_dtype, int64_t el
 
 // Columns d to d + 3 of a row, which are unnormalised in x.
 template <class E, int kDim>
-__device__ __forceinline__ void StoreQuad(const PagedAttentionParams& params, int64_t token, int head, int d,
-                                          RowEnd end, float4 x) {
+__device__ __forceinline__ void FinishQuad(const PagedAttentionParams& params, int64_t token, int head, int d,
+                                           float max, float sum, float4 x) {
+  const RowEnd end = EndRow(max, sum, params.score.sinks, head);
   const int64_t row = token * params.num_heads + head;
   const float f = end.factor;
   StoreFour<E>(params.out, params.out_dtype, row * kDim + d, {x.x * f, x.y * f, x.z * f, x.w * f});
@@ -202,9 +203,8 @@ class ClusterMerge {
       }
       const int i = rank_ * quads + mine, row = i / kQuads, d = i % kQuads * 4;
       if (part != 0 || mine >= quads || row >= rows_) continue;
-      const int head = shared_.rows.head[row];
-      StoreQuad<typename Traits::E, Traits::kDim>(params, shared_.rows.token[row], head, d,
-                                                  EndRow(max, sum, params.score.sinks, head), x);
+      FinishQuad<typename Traits::E, Traits::kDim>(params, shared_.rows.token[row], shared_.rows.head[row], d, max, sum,
+                                                   x);
     }
   }
 
@@ -411,8 +411,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
           x = {x.x + weight * o.x, x.y + weight * o.y, x.z + weight * o.z, x.w + weight * o.w};
         }
         if (whole) {
-          const RowEnd end_of_row = EndRow(max, sum, params.score.sinks, shared.rows.head[row]);
-          StoreQuad<E, kDim>(params, shared.rows.token[row], shared.rows.head[row], d, end_of_row, x);
+          FinishQuad<E, kDim>(params, shared.rows.token[row], shared.rows.head[row], d, max, sum, x);
         } else if (clustered) {
           cluster.Send(i, x, max, sum);
         } else {
@@ -455,78 +454,43 @@ struct RowSum {
   }
 };
 
-// A block a unit of several parts and merge_rows of its rows. A row has some groups of threads; each adds every so many
-// parts, in their order, then the row's first adds up what the others have. Slots that are not the first of a unit end
-// at once. Some blocks of each SM rehearse: instructions arrive while the parts are being made.
+// A block a unit of several parts and row: blockIdx.y. Each of kGroups groups of threads adds every kGroups-th part, in
+// their order, then the first adds up what the others have. Slots that are not the first of a unit end at once.
 template <class Traits>
 __global__ void __launch_bounds__(kMergeThreads)
     MergeSm80(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts facts) {
   constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kLanes = kDim / 4, kGroups = kMergeThreads / kLanes;
-  constexpr int kBatch = 4;
   __shared__ float4 s_x[kGroups][kLanes];
   __shared__ float2 s_state[kGroups];
+  WaitForPrerequisites();
   const WorkspaceView workspace(params);
   const bool fixed_parts = params.batch_invariant;
-  const int group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const int groups = kGroups / facts.merge_rows, member = group & (groups - 1);  // of a row; kGroups and those: 2^n
-  const int first_row = blockIdx.y * facts.merge_rows, row = first_row + group / groups;
-  uint32_t rehearses = kDependentLaunch && blockIdx.y == 0 ? 1 : 0;
-  if (!rehearses) WaitForPrerequisites();
+  const int64_t slots = fixed_parts ? *workspace.slots_in_use : static_cast<int64_t>(gridDim.x);
+  const int row = blockIdx.y, group = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   // Parts cut by the grid: the first of a unit has its block's second slot.
-#pragma unroll 1
-  for (int64_t i = blockIdx.x;; i += gridDim.x) {
-    rehearses = Opaque(rehearses);  // else the compiler makes two loops, each with its own instructions
+  for (int64_t i = blockIdx.x; i < slots; i += gridDim.x) {
     const int64_t slot = fixed_parts ? i : 2 * i + 1;
-    SlotInfo info = {kBatch * groups, kRows, 0, 0, 0};
-    if (!rehearses) {
-      if (i >= (fixed_parts ? *workspace.slots_in_use : static_cast<int64_t>(gridDim.x))) break;
-      info = workspace.info[slot];
-      if (info.parts == 0 || first_row >= info.rows) continue;
-    }
-    // The rehearsal reads the start of the query, again and again.
-    const float* data = rehearses ? static_cast<const float*>(params.query) : workspace.data;
-    const int64_t slot_floats = rehearses ? 0 : kSlotFloats<kRows, kDim>;
-    const int in_unit = min(row, info.rows - 1);
-    const int quad = rehearses ? 0 : in_unit * kDim + lane * 4, state = rehearses ? 0 : kRows * kDim + in_unit;
+    const SlotInfo info = workspace.info[slot];
+    if (info.parts == 0 || row >= info.rows) continue;
     RowSum all;
-#pragma unroll 1
-    for (int first = member; first < info.parts; first += kBatch * groups) {
-      float max[kBatch], sum[kBatch];
-      float4 x[kBatch];
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {  // all are on their way together; past the last the first once more
-        const int part = first + k * groups;
-        const float* from = data + SlotOfPart(slot, part < info.parts ? part : first, fixed_parts) * slot_floats;
-        max[k] = from[state];
-        sum[k] = from[state + kRows];
-        x[k] = *reinterpret_cast<const float4*>(from + quad);
-      }
-#pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        if (first + k * groups < info.parts) all.Add(max[k], sum[k], x[k]);
-      }
+#pragma unroll 2
+    for (int part = group; part < info.parts; part += kGroups) {
+      const float* data = workspace.data + SlotOfPart(slot, part, fixed_parts) * kSlotFloats<kRows, kDim>;
+      const float* states = data + kRows * kDim + row;
+      all.Add(states[0], states[kRows], reinterpret_cast<const float4*>(data + row * kDim)[lane]);
     }
     s_x[group][lane] = all.x;
     if (lane == 0) s_state[group] = {all.max, all.sum};
     __syncthreads();
-    if (member == 0 && row < info.rows) {
+    if (group == 0) {
 #pragma unroll 1
-      for (int g = group + 1; g < group + min(groups, info.parts); ++g) {
-        all.Add(s_state[g].x, s_state[g].y, s_x[g][lane]);
-      }
+      for (int g = 1; g < min(kGroups, info.parts); ++g) all.Add(s_state[g].x, s_state[g].y, s_x[g][lane]);
       const int r = info.first_row + row, token = r < facts.group ? 0 : r / facts.group;
       const int head = info.head * facts.group + (r - token * facts.group);
-      const RowEnd end = EndRow(all.max, all.sum, params.score.sinks, head);
-      if (!rehearses) {
-        StoreQuad<typename Traits::E, kDim>(params, int64_t{info.first_token} + token, head, lane * 4, end, all.x);
-      }
+      FinishQuad<typename Traits::E, kDim>(params, int64_t{info.first_token} + token, head, lane * 4, all.max, all.sum,
+                                           all.x);
     }
     __syncthreads();  // before the next unit's
-    if (rehearses) {
-      WaitForPrerequisites();
-      rehearses = 0;
-      i -= gridDim.x;
-    }
   }
 }
 

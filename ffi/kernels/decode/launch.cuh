@@ -82,16 +82,7 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
       return cudaLaunchKernelEx(&config, kernel, params, facts);
     }
   }
-  // The merge: many units have few parts each. Where bits must not depend on the batch, nor does the order of sums.
-  const int64_t units = params.seqs.batch * params.cache.num_kv_heads;
-  const int64_t q_len = params.seqs.uniform_q_len > 0 ? params.seqs.uniform_q_len : facts.decode_q_len;
-  const int rows = static_cast<int>(std::min<int64_t>(q_len * facts.group, Traits::kRows));
-  facts.merge_rows = 1;
-  if (!params.batch_invariant) {
-    facts.even = EvenCut::Of(units, blocks);
-    constexpr int kGroups = kMergeThreads / (Traits::kDim / 4), kFewParts = 8;
-    while (units * kFewParts >= blocks && facts.merge_rows < std::min(rows, kGroups)) facts.merge_rows *= 2;
-  }
+  if (!params.batch_invariant) facts.even = EvenCut::Of(params.seqs.batch * params.cache.num_kv_heads, blocks);
   kernel<<<blocks, Traits::kThreads, kBytes, stream>>>(params, facts);
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
@@ -104,8 +95,9 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim =
-      dim3(static_cast<unsigned>(merging), static_cast<unsigned>((rows + facts.merge_rows - 1) / facts.merge_rows));
+  const int64_t q_len = params.seqs.uniform_q_len > 0 ? params.seqs.uniform_q_len : facts.decode_q_len;
+  const int64_t rows = q_len * facts.group;
+  config.gridDim = dim3(static_cast<unsigned>(merging), static_cast<unsigned>(std::min<int64_t>(rows, Traits::kRows)));
   config.blockDim = dim3(kMergeThreads);
   config.stream = stream;
   config.attrs = &dependent;

@@ -19,7 +19,6 @@ struct CallFacts {
   unsigned layers, pages;  // L and N, as far as an int32 can name them
   int cluster_shift;       // a cluster of 2^cluster_shift blocks has a unit to itself; -1: the blocks share a list
   EvenCut even;
-  int merge_rows;  // of a unit, that a block of the merge has: a power of two
   bool plain;      // the keys are [0, kv_len), and nothing but causality and a tree hides any
   bool same_rope;  // of the query and of new keys
 };
