@@ -2,9 +2,10 @@
 
     python benchmarks/bench_gpu.py [--quick] [--only KIND or WORD] [--peers NAME,...] [--limit SECONDS]
 
-Prints a table with each time's ratio to the best JAX-callable peer of the same run and, for what is bound by bytes, to
-the read stream (decode) or the copy (append) measured in the same run; writes
-benchmarks/results/<date>_<card>_<what>.json, and the same file into the folder $OUT. A peer that is missing says why.
+Prints a table with each time's ratio to the best JAX-callable peer of the same run, to its best outside reference
+(FlashAttention-2 in PyTorch, FlashInfer: JAX cannot call them) and, for what is bound by bytes, to the read stream
+(decode) or the copy (append) measured in it; writes benchmarks/results/<date>_<card>_<what>.json, and the same file
+into the folder $OUT. A peer that is missing says why.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import pathlib
 import sys
 import time
+from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).parent))  # for PYTHONSAFEPATH=1
 
@@ -87,14 +89,21 @@ def chosen(only: str, quick: bool) -> list:
 
 
 def add_ratios(rows: list[dict], ceiling: dict[str, float]) -> None:
-    """Adds to each timed row its speed over the best peer of its case, and over the ceiling of its kind."""
+    """Adds to each timed row its speed over the best peer, over the best outside reference, and over the ceiling.
+
+    Outside references are timed on the device: what they are compared with is `stream_us`, without the dispatch.
+    """
     best: dict[str, float] = {}
+    outside: dict[str, float] = {}
     for row in rows:
-        if "us" in row and row["peer"] not in OWN and not row.get("outside"):
-            best[row["case"]] = min(row["us"], best.get(row["case"], float("inf")))
+        if "us" in row and row["peer"] not in OWN:
+            fastest = outside if row.get("outside") else best
+            fastest[row["case"]] = min(row["us"], fastest.get(row["case"], float("inf")))
     for row in rows:
         if "us" in row:
-            row["over_best_peer"] = best[row["case"]] / row["us"] if row["case"] in best else None
+            case = row["case"]
+            row["over_best_peer"] = best[case] / row["us"] if case in best else None
+            row["over_best_outside"] = outside[case] / row["stream_us"] if case in outside else None
             limit = ceiling.get(KINDS.get(row["kind"], ""))
             row["of_ceiling"] = row["rate"] / limit if limit else None
 
@@ -104,20 +113,20 @@ def print_row(row: dict) -> None:
     what = (
         f"{row['us']:9.1f} us {row['rate']:7.2f} {row['unit']}" if "us" in row else row.get("failed") or row["absent"]
     )
-    print(f"  {row['kind']:<8} {row['case']:<32} {row['peer']:<13} {what[:100]}", flush=True)
+    print(f"  {row['kind']:<8} {row['case']:<32} {row['peer']:<14} {what[:100]}", flush=True)
 
 
 def print_table(rows: list[dict], ceiling: dict[str, float]) -> None:
-    columns = f"{'us':>9} {'queued':>9} {'single':>9} {'rate':>7}         {'x peer':>6} {'x ceiling':>9}"
-    print(f"\n{'case':<34} {'peer':<13} {columns}")
+    ratios = f"{'x peer':>6} {'x outside':>9} {'x ceiling':>9}"
+    print(f"\n{'case':<34} {'peer':<14} {'us':>9} {'queued':>9} {'single':>9} {'rate':>7}         {ratios}")
     for row in rows:
         if "us" not in row:
             continue
         single = f"{row['single_us']:9.1f}" if row["single_us"] else " " * 9
-        ratios = [f"{row[n]:.2f}" if row[n] else "" for n in ("over_best_peer", "of_ceiling")]
+        ratios = [f"{row[n]:.2f}" if row[n] else "" for n in ("over_best_peer", "over_best_outside", "of_ceiling")]
         print(
-            f"{row['case']:<34} {row['peer']:<13} {row['us']:9.1f} {row['stream_us']:9.1f} {single} {row['rate']:7.2f} "
-            f"{row['unit']:<7} {ratios[0]:>6} {ratios[1]:>9}"
+            f"{row['case']:<34} {row['peer']:<14} {row['us']:9.1f} {row['stream_us']:9.1f} {single} {row['rate']:7.2f} "
+            f"{row['unit']:<7} {ratios[0]:>6} {ratios[1]:>9} {ratios[2]:>9}"
         )
     print("ceilings: " + ", ".join(f"{name} {rate:.2f} TB/s" for name, rate in ceiling.items()))
 
@@ -148,10 +157,7 @@ def main() -> int:
     if not cases:
         print(f"no row has {args.only!r} in its name")
         return 5
-    ours = [case for case in cases if case.kind == "prefill"]
-    torch = {}
-    if ours and not wanted:
-        torch = peers.torch_flash_attention(ours, min(60.0, args.limit / 3))  # before jax holds memory
+    outside = outside_rows(cases, wanted, args.quick, min(300.0, args.limit / 3))  # before jax holds memory
     record = timing.facts()
     print(f"{record['card']}, driver {record['driver']}, jax {record['jax']}, commit {record['commit']}")
     ceiling = ceilings()
@@ -162,9 +168,9 @@ def main() -> int:
             left_out.append(case.name)
             continue
         rows += measure_case(case, wanted, quick=args.quick)
-        if case.name in torch:
-            rows.append(torch_row(case, torch[case.name]))
-            print_row(rows[-1])
+        for row in outside.get(case, ()):
+            rows.append(row)
+            print_row(row)
     add_ratios(rows, ceiling)
     print_table(rows, ceiling)
     if left_out:
@@ -195,13 +201,23 @@ def measure_case(case, wanted: set[str], quick: bool) -> list[dict]:
     return rows
 
 
-def torch_row(case, result: float | str) -> dict:
-    """PyTorch's FlashAttention-2: an outside reference, timed on the device."""
-    row = dict(kind=case.kind, case=case.name, peer="torch fa2", outside=True)
-    if isinstance(result, str):
-        return row | dict(absent=result)
-    amount, unit = peers.amount(case)
-    return row | dict(us=result, stream_us=result, single_us=None, rate=amount / result * 1e6, unit=unit)
+def outside_rows(cases: list, wanted: set[str], quick: bool, seconds: float) -> dict[Any, list[dict]]:
+    """Rows of the outside references by case; a quick run leaves FlashInfer to those that ask for it."""
+    entries = [(case, peer) for case in cases for peer in peers.outside(case)]
+    if wanted:
+        entries = [(case, peer) for case, peer in entries if peer in wanted]
+    rows: dict[Any, list[dict]] = {}
+    for package in ("torch",) if quick and not wanted else ("torch", "flashinfer"):
+        mine = [(case, peer) for case, peer in entries if peer.startswith(package)]
+        for (case, peer), result in zip(mine, peers.outside_us(mine, seconds), strict=True):
+            row = dict(kind=case.kind, case=case.name, peer=peer, outside=True)
+            if isinstance(result, str):
+                row |= dict(absent=result)
+            else:
+                amount, unit = peers.amount(case)
+                row |= dict(us=result, stream_us=result, single_us=None, rate=amount / result * 1e6, unit=unit)
+            rows.setdefault(case, []).append(row)
+    return rows
 
 
 if __name__ == "__main__":

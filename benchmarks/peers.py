@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
+import importlib.util
 import json
 import math
 import pathlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import grid
 import jax
@@ -94,7 +95,7 @@ def pages(lens: tuple[int, ...], kv_heads: int, head_dim: int, page_size: int, k
     """Random pages; as many sets as keep them out of the L2 cache."""
     shape = jax.eval_shape(lambda: ta.PagedKVCache.create(1, kv_heads, head_dim, page_size=page_size, dtype=kv_dtype))
     counts = [-(-n // page_size) for n in lens]
-    sets = max(1, min(MAX_SETS, math.ceil(ROTATED_BYTES / (shape.nbytes_per_token * sum(lens)))))
+    sets = rotated_sets(shape.nbytes_per_token * sum(lens))
     num_pages = sets * sum(counts)
     rng = np.random.default_rng(0)
     ids = rng.permutation(num_pages).astype(np.int32)
@@ -123,6 +124,11 @@ def pages(lens: tuple[int, ...], kv_heads: int, head_dim: int, page_size: int, k
     names = ("key", "value", "key_params", "value_params")
     arrays = {n: fill(i, getattr(shape, n)) for i, n in enumerate(names)}
     return Pages(dataclasses.replace(shape, **arrays), tables, jnp.array(lens, jnp.int32))
+
+
+def rotated_sets(nbytes: float) -> int:
+    """How many sets of so many bytes take turns."""
+    return max(1, min(MAX_SETS, math.ceil(ROTATED_BYTES / nbytes)))
 
 
 # ---- decode
@@ -333,27 +339,55 @@ def memory(case) -> float:
     return 3 * max(one, min(MAX_SETS * one, ROTATED_BYTES))
 
 
-# ---- outside references
+# ---- outside references: not callable from JAX
 
 
-def torch_flash_attention(cases: list[grid.Prefill], seconds: float) -> dict[str, float | str]:
-    """Microseconds of PyTorch's FlashAttention-2 by case name, or why not: a process with its own memory."""
-    shapes = [
-        dict(name=c.name, batch=c.batch, length=c.length, heads=c.heads, dim=c.head_dim, causal=c.is_causal)
-        for c in cases
-    ]
+OUTSIDE = {
+    "prefill": ("torch fa2",),
+    "decode": ("flashinfer fa2",),
+    "chunked": ("flashinfer fa2", "flashinfer fa3"),  # fa3 is FlashInfer's choice here; fa2 splits long sequences
+}
+
+
+def outside(case) -> tuple[str, ...]:
+    """The outside references of a case."""
+    return () if getattr(case, "fused", False) else OUTSIDE.get(case.kind, ())
+
+
+def outside_us(entries: list[tuple[Any, str]], seconds: float) -> list[float | str]:
+    """Microseconds on the device of each (case, outside reference), or why not: a process with its own memory."""
+    found = []
+    for case, peer in entries:
+        try:
+            found.append(_torch_shape(case, peer))
+        except Absent as reason:
+            found.append(str(reason))
+    shapes = [shape for shape in found if isinstance(shape, dict)]
     script = pathlib.Path(__file__).with_name("torch_peer.py")
-    try:
-        done = subprocess.run(
-            [sys.executable, str(script), json.dumps(shapes)],
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {case.name: f"took more than {seconds:.0f} s" for case in cases}
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or ["no output"]
-        return {case.name: lines[-1][:200] for case in cases}
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, str(script), json.dumps(shapes)]
+    results: list[float | str] = []
+    if shapes:
+        try:
+            done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
+            output, reason = done.stdout, (done.stderr.decode().strip().splitlines() or ["no output"])[-1][:200]
+        except subprocess.TimeoutExpired as error:
+            output, reason = error.stdout or b"", f"took more than {seconds:.0f} s"
+        results += map(json.loads, output.splitlines())
+        results += [reason] * (len(shapes) - len(results))
+    measured = iter(results)
+    return [next(measured) if isinstance(shape, dict) else shape for shape in found]
+
+
+def _torch_shape(case, peer: str) -> dict:
+    """A case as torch_peer.py reads it."""
+    package, backend = peer.split()
+    if importlib.util.find_spec(package) is None:
+        raise Absent(f"{package} is not installed")
+    shape = dict(kind=case.kind, backend=backend, heads=case.heads, dim=case.head_dim)
+    if case.kind == "prefill":
+        return shape | dict(batch=case.batch, length=case.length, causal=case.is_causal)
+    if case.kv_dtype not in ("bfloat16", "float8_e4m3fn"):
+        raise Absent("bfloat16 and float8 caches only")
+    lens, new = (case.lens, 1) if case.kind == "decode" else ((case.history + case.new,) * case.batch, case.new)
+    nbytes = 2 * sum(lens) * case.heads[1] * case.head_dim * jnp.dtype(case.kv_dtype).itemsize
+    return shape | dict(lens=lens, new=new, page_size=case.page_size, dtype=case.kv_dtype, sets=rotated_sets(nbytes))

@@ -59,6 +59,14 @@ def test_every_peer_is_timed_or_says_why_not(case):
     assert amount > 0 and unit in ("TB/s", "TFLOP/s") and peers.memory(case) > 0
 
 
+def test_every_outside_reference_is_timed_or_says_why_not():
+    entries = [(case, peer) for case in CASES for peer in peers.outside(case)]
+    assert {case.kind for case, _ in entries} == {"decode", "prefill", "chunked"}
+    found = peers.outside_us(entries, 60.0)
+    assert len(found) == len(entries)
+    assert all(result if isinstance(result, str) else result > 0 for result in found)
+
+
 def test_peers_read_the_same_keys_and_values():
     """Our pages, gathered for the dense peers and turned for FlashAttention-3, give the same result."""
     case = CASES[0]

@@ -215,6 +215,13 @@ __device__ __forceinline__ float Exp2(float x) {
   return y;
 }
 
+// 1 / x, within 1 ulp; 0 for Inf.
+__device__ __forceinline__ float Reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // A value that the compiler knows nothing about. It would turn base + constant into base | constant where it knows that
 // the bits are free, which no address field of an instruction can hold.
 __device__ __forceinline__ uint32_t Opaque(uint32_t x) {

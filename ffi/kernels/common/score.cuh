@@ -32,10 +32,40 @@ __device__ inline ScoreRule MakeScoreRule(const ScoreParams& score) {
   return {score.scale, score.soft_cap, plain ? to_log2 : kLog2E, !plain};
 }
 
-__device__ __forceinline__ float ModifyScore(const ScoreRule& rule, float dot, float slope, float distance) {
-  float x = dot * rule.scale;
-  if (rule.soft_cap != 0.f) x = rule.soft_cap * tanhf(x / rule.soft_cap);
-  return slope != 0.f ? x - slope * distance : x;
+// cap * tanh(x / cap), for normal caps within 4e-7 of it, relatively. tanhf would be twice as long and branch.
+struct SoftCap {
+  float cap;
+  float inverse;
+
+  __device__ explicit SoftCap(float cap) : cap(cap) {
+    const float near = Reciprocal(cap);
+    inverse = fmaf(near, fmaf(-cap, near, 1.f), near);
+  }
+  __device__ __forceinline__ float Apply(float x) const {
+    const float y = x * inverse, z = y * y;
+    // Near 0, 1 - 2 / (e^2y + 1) would cancel. From x, since y may be subnormal.
+    const float q = fmaf(fmaf(fmaf(0.01477648f, z, -0.05166084f), z, 0.1330235f), z, -0.33332014f);
+    const float small = fmaf(q * z, x, x);
+    const float large = fmaf(-2.f * cap, Reciprocal(Exp2(fabsf(y) * (2.f * kLog2E)) + 1.f), cap);
+    return fabsf(y) < 0.65f ? small : copysignf(large, x);
+  }
+};
+
+// Dot products to scores, but for ALiBi.
+template <int kTiles>
+__device__ __forceinline__ void ScaleAndCap(const ScoreRule& rule, float (&s)[kTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] *= rule.scale;
+  }
+  if (rule.soft_cap == 0.f) return;
+  const SoftCap cap(rule.soft_cap);
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] = cap.Apply(s[n][e]);
+  }
 }
 
 // What is known of each row of a tile, in shared memory.
@@ -115,11 +145,58 @@ __device__ __forceinline__ bool Sees(const TileRows<kRows>& tile, int row, const
   return true;
 }
 
-// |p - s| of a row and a key, for ALiBi.
-template <int kRows>
-__device__ __forceinline__ float Distance(const TileRows<kRows>& tile, int row, const KeyBlockView& block, int key) {
-  const int64_t distance = tile.position[row] - block.run.Position(block.first_key + key);
-  return static_cast<float>(distance < 0 ? -distance : distance);
+// |p - s| of a row at position p and of keys of a block, for ALiBi. 64-bit sums once: keys of a block differ by little.
+struct RowDistance {
+  int first;  // p - s of the first key, as far as 32 bits hold that of the other keys too
+  int stride;
+  float beyond;  // the rest, which only meaningless positions have
+
+  // For keys first_key .. first_key + keys - 1 of the block.
+  __device__ RowDistance(int64_t position, const KeyBlockView& block, int first_key, int keys)
+      : stride(block.run.stride) {
+    const int64_t all = position - block.run.Position(block.first_key + first_key);
+    const int64_t held = min(max(all, static_cast<int64_t>(stride) * keys - INT_MAX), static_cast<int64_t>(INT_MAX));
+    first = static_cast<int>(held);
+    beyond = fabsf(static_cast<float>(all - held));
+  }
+  // To the key `key` places after the first.
+  __device__ __forceinline__ float To(int key) const { return static_cast<float>(abs(first - key * stride)) + beyond; }
+};
+
+// Scale, soft cap and ALiBi where asked for: of an m16 product's scores, rows `row` and `row` + 8 of the tile. kPart
+// n8 tiles, then they move round: code for all at once would be long, and take more registers than there are.
+template <int kPart, int kRows, int kTiles>
+__device__ __forceinline__ void ModifyScores(const ScoreRule& rule, bool has_alibi, const TileRows<kRows>& rows,
+                                             int row, const KeyBlockView& block, float (&s)[kTiles][4]) {
+  static_assert(kTiles % kPart == 0);
+  const int column = threadIdx.x % 4 * 2;
+#pragma unroll 1
+  for (int part = 0; part < kTiles / kPart; ++part) {
+    float done[kPart][4];
+#pragma unroll
+    for (int n = 0; n < kPart; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) done[n][e] = s[n][e];
+    }
+    ScaleAndCap(rule, done);
+    if (has_alibi) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float slope = rows.slope[row + 8 * half];
+        const RowDistance distance(rows.position[row + 8 * half], block, 8 * kPart * part + column, 8 * kPart);
+#pragma unroll
+        for (int n = 0; n < kPart; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) done[n][2 * half + e] -= slope * distance.To(8 * n + e);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n][e] = n + kPart < kTiles ? s[n + kPart][e] : done[n + kPart - kTiles][e];
+    }
+  }
 }
 
 // The end of a row: from the softmax state in exponents of 2 (`max` = running maximum times to_log2, -Inf: no key) to
@@ -155,19 +232,23 @@ __device__ void FillUnownedRows(const Params& params, int64_t warp, int64_t warp
   const int lane = threadIdx.x % 32;
   const int64_t rows = QueryRows(params), heads = params.num_heads;
   const int64_t row_words = heads * ValueDimOf(params) / (params.out_dtype == DType::kFloat32 ? 4 : 8);  // of 16 bytes
+#pragma unroll 1
   for (int64_t row = warp; row < rows; row += warps) {
     if (row < BatchOf(params)) {  // one token a sequence: row b is sequence b's
       const TokenRange range = ClampRange(ranges, row, rows);
       if (row >= range.lo && row < range.hi) continue;
     }
     bool owned = false;
+#pragma unroll 1
     for (int64_t base = 0; base < BatchOf(params) && !owned; base += 32) {
       const int64_t b = base + lane;
       const TokenRange range = b < BatchOf(params) ? ClampRange(ranges, b, rows) : TokenRange{0, 0};
       owned = __any_sync(~0u, row >= range.lo && row < range.hi);
     }
     if (owned) continue;
+#pragma unroll 1
     for (int64_t i = lane; i < row_words; i += 32) static_cast<uint4*>(params.out)[row * row_words + i] = {0, 0, 0, 0};
+#pragma unroll 1
     for (int64_t h = lane; h < heads; h += 32) params.lse[row * heads + h] = -Infinity();
   }
 }

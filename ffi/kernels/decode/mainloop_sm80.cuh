@@ -560,16 +560,21 @@ struct MainloopSm80 {
   // ---- softmax
 
   __device__ void ModifyAndMask(const KeyBlockView& block, bool partial, float (&s)[kColumns][4]) {
+    if (rule.modified) ScaleAndCap(rule, s);
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int row = 8 * n + lane % 4 * 2 + e % 2, key = lane / 4 + e / 2 * 8;
-        if (rule.modified) {
+      for (int e = 0; e < 2; ++e) {
+        const int row = 8 * n + lane % 4 * 2 + e, key = lane / 4;
+        if (params.score.alibi_slopes != nullptr) {
           const float slope = shared.rows.slope[row];
-          s[n][e] = ModifyScore(rule, s[n][e], slope, slope != 0.f ? Distance(shared.rows, row, block, key) : 0.f);
+          const RowDistance distance(shared.rows.position[row], block, key, 16);
+          s[n][e] -= slope * distance.To(0);
+          s[n][e + 2] -= slope * distance.To(8);
         }
-        if (partial && !Sees(shared.rows, row, block, key)) s[n][e] = -Infinity();
+        if (!partial) continue;
+        if (!Sees(shared.rows, row, block, key)) s[n][e] = -Infinity();
+        if (!Sees(shared.rows, row, block, key + 8)) s[n][e + 2] = -Infinity();
       }
     }
   }

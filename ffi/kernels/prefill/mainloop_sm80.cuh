@@ -265,25 +265,19 @@ struct MainloopSm80 {
   __device__ void ModifyAndMask(const KeyBlockView& block, bool partial, float (&s)[kFragments][kKeys / 8][4]) {
     const int lane = threadIdx.x % 32;
     const bool ranges_only = block.key_segments == nullptr && block.tree == nullptr && block.mapped == kAllMapped;
+    if (rule.modified) {
+      const bool has_alibi = params.score.alibi_slopes != nullptr;
+#pragma unroll
+      for (int f = 0; f < kFragments; ++f) {
+        ModifyScores<4>(rule, has_alibi, shared.rows, WarpRow() + 16 * f + lane / 4, block, s[f]);
+      }
+    }
+    if (!partial) return;
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = WarpRow() + 16 * f + 8 * half + lane / 4;
-        if (rule.modified) {
-          const float slope = shared.rows.slope[row];
-#pragma unroll
-          for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              float& x = s[f][n][2 * half + e];
-              const float distance = slope != 0.f ? Distance(shared.rows, row, block, 8 * n + lane % 4 * 2 + e) : 0.f;
-              x = ModifyScore(rule, x, slope, distance);
-            }
-          }
-        }
-        if (!partial) continue;
-        const int column = lane % 4 * 2;
+        const int row = WarpRow() + 16 * f + 8 * half + lane / 4, column = lane % 4 * 2;
         if (ranges_only) {
           const int lo = shared.rows.lo[block.run_index][row] - block.first_key - column;
           const int hi = shared.rows.hi[block.run_index][row] - block.first_key - column;
