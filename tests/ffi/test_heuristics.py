@@ -95,7 +95,9 @@ def test_few_rows_on_a_long_context_are_split():
     assert found["prefill_tiles"] == 4 * 8 and found["prefill_splits"] == 264 // 32
     assert plan(batch=1, num_tokens=128, uniform_q_len=128, max_keys=1000)["prefill_splits"] == 1  # merging costs more
     assert plan(batch=4, num_tokens=4 * 4096, uniform_q_len=4096, max_keys=4096)["prefill_splits"] == 1  # fills a card
-    assert plan(batch=1, num_tokens=128, uniform_q_len=128, max_keys=131072, batch_invariant=True)["prefill_splits"] == 1
+    assert (
+        plan(batch=1, num_tokens=128, uniform_q_len=128, max_keys=131072, batch_invariant=True)["prefill_splits"] == 1
+    )
 
 
 @pytest.mark.parametrize("dim, rows", [(64, 192), (128, 128), (256, 128)])
