@@ -168,13 +168,15 @@ template <class Traits>
 class ClusterMerge {
  public:
   __device__ ClusterMerge(const CallFacts& facts, SharedSm80<Traits>& shared, int rows)
-      : shared_(shared), rows_(rows), shift_(facts.cluster_shift), rank_(blockIdx.x & ((1 << shift_) - 1)) {
-    while (kQuads << log_rows_ < rows * kQuads) ++log_rows_;
-  }
+      : shared_(shared),
+        rows_(rows),
+        shift_(facts.cluster_shift),
+        rank_(blockIdx.x & ((1 << shift_) - 1)),
+        log_quads_(kLogRowQuads + (rows > 1) + (rows > 2) + (rows > 4) + (rows > 8) - shift_) {}
 
   // Quad i of the unit's rows, of this block's part.
   __device__ void Send(int i, float4 x, float max, float sum) const {
-    const int to = i >> LogQuads(), at = rank_ * (Quads() + 1) + (i & (Quads() - 1));
+    const int to = i >> log_quads_, at = rank_ * (Quads() + 1) + (i & (Quads() - 1));
     StorePeer(PeerAddress(SharedAddress(&shared_.parts.x[at]), to), x);
     StorePeer(PeerAddress(SharedAddress(&shared_.parts.state[at]), to), float2{max, sum});
   }
@@ -210,14 +212,14 @@ class ClusterMerge {
 
  private:
   static constexpr int kQuads = Traits::kDim / 4;  // of a row
+  static constexpr int kLogRowQuads = kQuads == 16 ? 4 : kQuads == 32 ? 5 : 6;
+  static_assert(1 << kLogRowQuads == kQuads && Traits::kRows <= 16);
 
-  // That a block finishes.
-  __device__ int LogQuads() const { return (kQuads == 16 ? 4 : kQuads == 32 ? 5 : 6) + log_rows_ - shift_; }
-  __device__ int Quads() const { return 1 << LogQuads(); }
+  __device__ int Quads() const { return 1 << log_quads_; }
 
   SharedSm80<Traits>& shared_;
   const int rows_, shift_, rank_;
-  int log_rows_ = 0;  // rows as a power of two
+  const int log_quads_;  // that a block finishes, of as many rows as the next power of two
 };
 
 template <class Traits>
