@@ -1,6 +1,7 @@
 """Hopper prefill in clusters of two blocks gives the bits of single blocks, whatever the neighbours' tiles see.
 
-Clusters are for calls of many tiles, larger than the common cases; a window that hides nothing keeps them away.
+Clusters are for calls of many tiles, larger than the common cases; a window that hides nothing keeps them away. Which
+head dims and arrays they are chosen for is ChooseCluster's (launch_sm90.cuh); all are tried here.
 """
 
 import dataclasses

@@ -106,11 +106,15 @@ int64_t MaxUnits(const Params& params, int cluster) {
 
 // Blocks in clusters read half the bytes from L2. That takes less power, for which the card gives a higher clock: 2 to
 // 4 % of the time from 4,096 keys up on an H200, nothing at 1,024. They wait for each other, so not where that costs
-// more: few keys, windows (neighbours see different blocks), and one tile in ten or more without a neighbour.
+// more: few keys, windows (neighbours see different blocks), and one tile in ten or more without a neighbour. Plain
+// arrays of head dim 128 have been measured; pages, packed calls and other head dims, for which the kernel is ready,
+// not.
 template <class Traits, class Params>
 int ChooseCluster(const Params& params) {
   constexpr int64_t kMinKeys = 1024;
-  if (Traits::kQuantised || MaxPartsOf(params) > 0 || MaxKeysOf(params) < kMinKeys || params.score.window != nullptr) {
+  constexpr bool kMeasured = std::is_same_v<Params, LinearAttentionParams> && Traits::kDim == 128 &&
+                             Traits::kValueDim == 128 && !Traits::kQuantised;
+  if (!kMeasured || UniformQueryLength(params) == 0 || MaxKeysOf(params) < kMinKeys || params.score.window != nullptr) {
     return 1;
   }
   const int64_t tiles = MaxUnits<Traits>(params, 1), room = kCluster * MaxUnits<Traits>(params, kCluster);
