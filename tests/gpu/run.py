@@ -117,6 +117,9 @@ def stages(word: str) -> list[Stage]:
         "no:cacheprovider",
         "--import-mode=importlib",
         "--tb=short",
+        "--durations=5",
+        "-o",
+        "faulthandler_timeout=60",  # says in the log which test hangs
         *selected,
     ]
     parallel = ["-n", jobs, "--dist", "worksteal"]  # workers keep runs of neighbours: one executable serves them
