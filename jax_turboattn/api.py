@@ -572,7 +572,7 @@ def paged_attention(
       kv_lens: int32 [B], tokens of each sequence, the new ones included.
       q_offsets: int32 [B + 1].
       is_causal: keys at or before the query's position only.
-      layer: int32 scalar (may be traced), for a stacked cache.
+      layer: int32 scalar (may be traced), for a stacked cache. One outside it has no keys: zeros come out.
       max_q_len: a hint, the most new tokens of a sequence; a wrong one costs speed only.
       plan: from `make_plan`, for the same spec; ValueError with another. Speed only.
       batch_invariant: the bits of a sequence's rows do not depend on the rest of the batch or on padded sizes.
@@ -792,7 +792,7 @@ def append_kv(
       page_table: int32 [B, M]. Writes to unmapped pages, to positions below 0 or past M * P are dropped.
       kv_lens: int32 [B], tokens of each sequence after this append.
       q_offsets: int32 [B + 1]: sequence b's new tokens are rows `q_offsets[b]:q_offsets[b + 1]`.
-      layer: int32 scalar (may be traced), for a stacked cache.
+      layer: int32 scalar (may be traced), for a stacked cache. Outside it nothing is written.
       key_bias: [K, D] float; value_bias: [K, Dv] float.
       rope: rotates the keys at their positions.
       rope_base: float32 [B], the base of each sequence, for rope kind "dynamic".
