@@ -56,9 +56,11 @@ __device__ int64_t WrittenTokens(const Params& params, int64_t b) {
   return range.hi - range.lo > SkippedLength(params) ? range.hi - range.lo : 0;
 }
 
+// Units of a tile for each block of a cluster.
 template <int kRows, class Params>
-__device__ int64_t CountTiles(const Params& params, int64_t b) {
-  return (WrittenTokens(params, b) * GroupOf(params) + kRows - 1) / kRows;
+__device__ int64_t CountUnits(const Params& params, int64_t b, int cluster) {
+  const int64_t rows = WrittenTokens(params, b) * GroupOf(params);
+  return cluster == 1 ? (rows + kRows - 1) / kRows : (rows + kCluster * kRows - 1) / (kCluster * kRows);
 }
 
 // Whether the keys of tiles are cut in parts. By one warp.
@@ -74,7 +76,7 @@ __device__ SplitSm90 ChooseSplits(const PagedAttentionParams& params, const Sche
   int blocks = 0;  // of the longest sequence
 #pragma unroll 1
   for (int64_t b = threadIdx.x % kWarp; b < BatchOf(params); b += kWarp) {
-    const int64_t own = CountTiles<Traits::kRows>(params, b);
+    const int64_t own = CountUnits<Traits::kRows>(params, b, 1);
     if (own == 0) continue;
     tiles += own;
     const SequenceView view = ViewSequence(params, b);
@@ -98,7 +100,8 @@ __device__ SplitSm90 ChooseSplits(const PagedAttentionParams& params, const Sche
 // Where every sequence has the same number of rows: sections of (sequence, kv head) pairs one after the other, in a
 // section the tiles in descending order over all its pairs. That is longest first for causal calls, so that blocks end
 // together, and blocks that run side by side read the same keys. Elsewhere: by kv head and sequence, in descending
-// order. A block takes item after item, gridDim.x apart; in pairs, the tile from the end first, then its mirror image.
+// order. A worker takes item after item, as many apart as there are workers; in pairs, the tile from the end first,
+// then its mirror image.
 //
 // Where keys are cut in parts, an item is a part of a tile, and as many blocks as there are SMs share them out. All
 // tiles have been counted: ranges that overlap make no more.
@@ -106,9 +109,9 @@ template <class Traits, class Params>
 struct TileWalkSm90 {
   static constexpr int kRows = Traits::kRows;
   const ArgumentsSm90<Params>& args;
-  int64_t item = blockIdx.x;  // the next
-  bool mirrored = false;      // in pairs: the item's second tile is the next
-  int64_t extra = 0;          // tiles past those of the schedule: ranges that overlap make more. See PrefillSm80
+  int64_t item = blockIdx.x / args.schedule.cluster;  // the next
+  bool mirrored = false;                              // in pairs: the item's second tile is the next
+  int64_t extra = 0;  // tiles past those of the schedule: ranges that overlap make more. See PrefillSm80
   const SplitSm90& split;
 
   __device__ TileWalkSm90(const ArgumentsSm90<Params>& args, const SplitSm90& split) : args(args), split(split) {}
@@ -119,11 +122,12 @@ struct TileWalkSm90 {
     const ScheduleSm90& schedule = args.schedule;
     const int64_t uniform = UniformQueryLength(params), group = GroupOf(params);
     const int64_t batch = BatchOf(params), kv_heads = KvHeadsOf(params);
-    const auto tiles_of = [&](int64_t b) { return CountTiles<kRows>(params, b); };
+    const int cluster = schedule.cluster;
+    const auto units_of = [&](int64_t b) { return CountUnits<kRows>(params, b, cluster); };
     int64_t b, index, head, length, part = kWholeTile;
     for (;;) {
       if (item >= split.items || batch == 0) {
-        if (threadIdx.x % kWarp == 0) tile->num_rows = 0;
+        if (threadIdx.x % kWarp == 0) tile->last = true;
         return;
       }
       if (split.splits > 1) {
@@ -131,10 +135,10 @@ struct TileWalkSm90 {
         item += schedule.sms;
         const int64_t number = Divide(part, split.splits);
         head = Divide(number, split.head_tiles);
-        const FoundTile found = FindTileByWarp(batch, number - head * split.head_tiles, tiles_of);
+        const FoundTile found = FindTileByWarp(batch, number - head * split.head_tiles, units_of);
         b = found.b;
         length = WrittenTokens(params, b);
-        index = tiles_of(b) - 1 - found.index;
+        index = units_of(b) - 1 - found.index;
         break;
       }
       if (uniform > 0) {
@@ -147,44 +151,65 @@ struct TileWalkSm90 {
         index = mirrored ? level : tiles - 1 - level;
         length = uniform;
         mirrored = schedule.in_pairs && !mirrored && level != tiles - 1 - level;
-        if (!mirrored) item += schedule.blocks;
+        if (!mirrored) item += schedule.workers;
         break;
       }
       head = Divide(item, params.max_tiles);
       const int64_t number = item - head * params.max_tiles + extra;
-      const FoundTile found = FindTileByWarp(batch, number, tiles_of);
+      const FoundTile found = FindTileByWarp(batch, number, units_of);
       extra = found.b < batch && (item + 1) % params.max_tiles == 0 ? extra + 1 : 0;
-      if (extra == 0) item += schedule.blocks;
+      if (extra == 0) item += schedule.workers;
       if (found.b >= batch) continue;
       b = found.b;
       length = WrittenTokens(params, b);
-      index = tiles_of(b) - 1 - found.index;
+      index = units_of(b) - 1 - found.index;
       break;
     }
     if (threadIdx.x % kWarp == 0) {
       const SequenceView view = ViewSequence(params, b);
-      const int64_t first_row = index * kRows;
-      const int rows = static_cast<int>(min(length * group - first_row, static_cast<int64_t>(kRows)));
-      const int64_t first_token = Divide(first_row, group), last_token = Divide(first_row + rows - 1, group);
+      const int64_t end_row = length * group, first_row = (index * cluster + RankInCluster(schedule)) * kRows;
+      const int rows = static_cast<int>(Clamp(end_row - first_row, 0, kRows));
       tile->view = view;
       tile->b = b;
       tile->head = head;
       tile->first_row = first_row;
       tile->num_rows = rows;
-      tile->blocks = BlockList<Traits::kKeys>(view, first_token, min(last_token, view.q_len - 1));
-      if (last_token >= view.q_len) tile->blocks.ForgetCommon();
-      tile->part = part;
+      tile->last = false;
+      const auto blocks_of = [&](int64_t begin, int64_t end) {
+        const int64_t first_token = Divide(begin, group), last_token = Divide(end - 1, group);
+        BlockList<Traits::kKeys> blocks(view, first_token, min(last_token, view.q_len - 1));
+        if (last_token >= view.q_len) blocks.ForgetCommon();
+        return blocks;
+      };
+      tile->blocks = blocks_of(first_row, first_row + rows);
+      for (int run = 0; run < kRuns; ++run) tile->unit_seen[run] = tile->blocks.seen[run];
       tile->begin = 0;
       tile->end = tile->blocks.total();
+      if (cluster > 1) SetUnit(tile, blocks_of(index * cluster * kRows, min((index + 1) * cluster * kRows, end_row)));
+      tile->unit_begin = 0;
+      tile->unit_end = tile->blocks.total();
+      tile->part = part;
       if (part != kWholeTile) SetPart(tile);
+    }
+  }
+
+  // From the tile's own blocks to numbers in its unit's. Both start at the same key, since there are no windows; a
+  // prefix is taken in whole.
+  __device__ void SetUnit(TileSm90<Traits>* tile, const BlockList<Traits::kKeys>& unit) const {
+    BlockList<Traits::kKeys>& own = tile->blocks;
+    tile->end = tile->num_rows > 0 ? unit.count[0] + own.count[kOwnRun] : 0;
+    for (int run = 0; run < kRuns; ++run) {
+      own.first[run] = unit.first[run];
+      own.count[run] = unit.count[run];
+      tile->unit_seen[run] = unit.seen[run];
     }
   }
 
   __device__ void SetPart(TileSm90<Traits>* tile) const {
     const int64_t total = tile->end, number = Divide(tile->part, split.splits);
     const int64_t place = tile->part - number * split.splits;
-    tile->begin = static_cast<int>(Divide(total * place, split.splits));
-    tile->end = static_cast<int>(Divide(total * (place + 1), split.splits));
+    tile->unit_begin = tile->begin = static_cast<int>(Divide(total * place, split.splits));
+    tile->unit_end = tile->end = static_cast<int>(Divide(total * (place + 1), split.splits));
     if (place == 0) {
       SplitWorkspace<kRows, Traits::kValueDim>(args.params).info[number] = {
           static_cast<int>(tile->b), static_cast<int>(tile->head), static_cast<int>(tile->first_row), tile->num_rows};
@@ -273,8 +298,9 @@ template <class Traits>
 __device__ void StorePart(const LinearAttentionParams&, const TileSm90<Traits>&,
                           const ConsumerSm90<Traits, LinearAttentionParams>&) {}
 
-// Warpgroup 0: warp 0 chooses tiles and copies queries and keys, warp 1 copies values, the others write down what is
-// known of a tile's rows. The other warpgroups are consumers, but of quantised caches the last, which converts.
+// Warpgroup 0: warp 0 copies queries and keys, warp 1 values, warp 2 chooses tiles (by itself: 5,000 cycles a tile that
+// copies would wait for), warp 3 writes down what is known of a tile's rows. The other warpgroups are consumers, but of
+// quantised caches the last, which converts.
 template <class Traits, class Params>
 __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_constant__ ArgumentsSm90<Params> args) {
   using Shared = SharedSm90<Traits>;
@@ -289,45 +315,47 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
     if (args.query_by_copy) PrefetchTensorMap(&args.query);
     PrefetchTensorMap(&args.key);
     PrefetchTensorMap(&args.value);
-    shared.InitBarriers();
+    shared.InitBarriers(args.schedule.cluster);
   }
-  __syncthreads();
+  if (args.schedule.cluster > 1) {
+    SyncCluster();
+  } else {
+    __syncthreads();
+  }
 
   if (warpgroup == 0) {
-    if (warp == 0) {  // before registers are given away
+    if (warp == kTileWarp) {  // before registers are given away
       const SplitSm90 split = ChooseSplits<Traits>(params, args.schedule);
-      if (threadIdx.x == 0) shared.split = split;
+      if (threadIdx.x % kWarp == 0) shared.split = split;
       __syncwarp();
     }
     GiveRegisters<Traits::kProducerRegisters>();
-    if (warp == 0) {
+    if (warp == kTileWarp) {
       TileWalkSm90<Traits, Params> walk(args, shared.split);
-      ProducerSm90<Traits, Params> keys(args, shared, false);
       for (RingSlot<Shared::kTiles> slot(1);; slot.Advance()) {
         WaitBarrier(&shared.tile_empty[slot.index], slot.parity, kTileEmpty);
         TileSm90<Traits>& tile = shared.tiles[slot.index];
         walk.Next(&tile);
         __syncwarp();
-        if (threadIdx.x == 0) Arrive(&shared.tile_full[slot.index]);
-        if (tile.num_rows == 0) break;
-        keys.Load(tile);
+        if (threadIdx.x % kWarp == 0) Arrive(&shared.tile_full[slot.index]);
+        if (tile.last) break;
       }
-    } else if (warp == 1) {
-      ProducerSm90<Traits, Params> values(args, shared, true);
+    } else if (warp < kTileWarp) {
+      ProducerSm90<Traits, Params> producer(args, shared, warp == 1);
       for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
         WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
         const TileSm90<Traits>& tile = shared.tiles[slot.index];
-        if (tile.num_rows == 0) break;
-        values.Load(tile);
+        if (tile.last) break;
+        producer.Load(tile);
         Arrive(&shared.tile_empty[slot.index]);
       }
     } else {
       for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
         WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
         TileSm90<Traits>& tile = shared.tiles[slot.index];
-        const bool last = tile.num_rows == 0;
-        if (!last) {
-          for (int r = threadIdx.x - 2 * kWarp; r < Traits::kRows; r += kRowWarps * kWarp) {
+        const bool last = tile.last;
+        if (!last && tile.num_rows > 0) {
+          for (int r = threadIdx.x % kWarp; r < Traits::kRows; r += kWarp) {
             FillTileRow<Traits::kRows>(params, tile.view, tile.head, tile.first_row, tile.num_rows, r, &tile.rows);
           }
         }
@@ -342,7 +370,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
       for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
         WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
         const TileSm90<Traits>& tile = shared.tiles[slot.index];
-        if (tile.num_rows == 0) break;
+        if (tile.last) break;
         converter.Run(tile);
         Arrive(&shared.tile_empty[slot.index]);
       }
@@ -359,17 +387,18 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
     for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
       WaitBarrier(&shared.rows_full[slot.index], slot.parity, kRowsFull);
       const TileSm90<Traits>& tile = shared.tiles[slot.index];
-      if (tile.num_rows == 0) break;
+      if (tile.last) break;
       consumer.rows = &tile.rows;
       consumer.Run(tile);
       if (tile.part == kWholeTile) {
-        StoreRows<Traits>(params, tile, consumer);
+        if (tile.num_rows > 0) StoreRows<Traits>(params, tile, consumer);
       } else {
         StorePart<Traits>(params, tile, consumer);
       }
       Arrive(&shared.tile_empty[slot.index]);
     }
   }
+  if (args.schedule.cluster > 1) SyncCluster();  // none leaves while others may still arrive at its barriers
 }
 
 }  // namespace turboattn::prefill

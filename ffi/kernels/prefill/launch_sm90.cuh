@@ -62,24 +62,25 @@ cudaError_t EncodeQuery(const Params& params, CUtensorMap* map) {
                          {64, static_cast<int>(group), 1, static_cast<int>(Traits::kRows / group)});
 }
 
-// An array of rows of `dim` elements. An empty one may have no address; any will do.
+// An array of rows of `dim` elements, of which a block copies `share` at a time. An empty one may have no address; any
+// will do.
 template <class Traits>
-cudaError_t EncodeKeys(const LinearAttentionParams& params, const void* array, int64_t dim, CUtensorMap* map,
+cudaError_t EncodeKeys(const LinearAttentionParams& params, const void* array, int64_t dim, int share, CUtensorMap* map,
                        int* box_keys) {
   const int64_t kv_heads = params.num_kv_heads, batch = params.ragged ? 1 : params.batch;
   const int64_t keys = std::max<int64_t>(params.num_keys, 1);
-  *box_keys = Traits::kKeys;
+  *box_keys = share;
   return EncodeTensorMap(map, Traits::kDType, array != nullptr ? array : params.query, {dim, kv_heads, keys, batch},
                          {dim * 2, kv_heads * dim * 2, keys * kv_heads * dim * 2}, {64, 1, *box_keys, 1});
 }
 
 template <class Traits>
-cudaError_t EncodeKeys(const PagedAttentionParams& params, const void* array, int64_t dim, CUtensorMap* map,
+cudaError_t EncodeKeys(const PagedAttentionParams& params, const void* array, int64_t dim, int share, CUtensorMap* map,
                        int* box_keys) {
   const KvCache& cache = params.cache;
   const int64_t bytes = RowBytes(Traits::kKvDType, dim), elements = Traits::kQuantised ? bytes : dim;  // of a row
   int box = 8;  // the largest power of two that divides both
-  while (box < cache.page_size && Traits::kKeys % (2 * box) == 0) box *= 2;
+  while (box < cache.page_size && share % (2 * box) == 0) box *= 2;
   *box_keys = box;
   return EncodeTensorMap(map, Traits::kKvDType, array != nullptr ? array : params.query,
                          {elements, cache.page_size, cache.num_kv_heads, cache.num_layers * cache.num_pages},
@@ -87,25 +88,48 @@ cudaError_t EncodeKeys(const PagedAttentionParams& params, const void* array, in
                          {Traits::kQuantised ? Traits::kStoredBytes : 64, box, 1, 1});
 }
 
-// Keys and values of as many heads as a section has: few, since what L2 loses is read from memory again. 32 MB instead
+// Blocks that take many tiles end together only when they take many.
+constexpr int64_t kItemsOfWorker = 4;
+// Heads whose keys and values are taken together: few, since what L2 loses is read from memory again. 32 MB instead
 // took 16 % of 16 x 1024 on an H200.
 constexpr int64_t kSectionBytes = int64_t{2} << 20;
-// Blocks that take many tiles end together only when they take many.
-constexpr int64_t kItemsOfBlock = 4;
 
 inline int64_t MaxKeysOf(const LinearAttentionParams& params) { return params.num_keys; }
 inline int64_t MaxKeysOf(const PagedAttentionParams& params) { return params.seqs.max_pages * params.cache.page_size; }
 inline int64_t MaxPartsOf(const LinearAttentionParams&) { return 0; }
 inline int64_t MaxPartsOf(const PagedAttentionParams& params) { return params.plan.prefill_parts; }
 
+template <class Traits, class Params>
+int64_t MaxUnits(const Params& params, int cluster) {
+  return cluster == 1 ? MaxTiles<Traits::kRows>(params) : MaxTiles<kCluster * Traits::kRows>(params);
+}
+
+// Blocks in clusters read half the bytes from L2. That takes less power, for which the card gives a higher clock: 2 to
+// 4 % of the time from 4,096 keys up on an H200, nothing at 1,024. They wait for each other, so not where that costs
+// more: few keys, windows (neighbours see different blocks), and one tile in ten or more without a neighbour. Plain
+// arrays of head dim 128 have been measured; pages, packed calls and other head dims, for which the kernel is ready,
+// not.
+template <class Traits, class Params>
+int ChooseCluster(const Params& params) {
+  constexpr int64_t kMinKeys = 1024;
+  constexpr bool kMeasured = std::is_same_v<Params, LinearAttentionParams> && Traits::kDim == 128 &&
+                             Traits::kValueDim == 128 && !Traits::kQuantised;
+  if (!kMeasured || UniformQueryLength(params) == 0 || MaxKeysOf(params) < kMinKeys || params.score.window != nullptr) {
+    return 1;
+  }
+  const int64_t tiles = MaxUnits<Traits>(params, 1), room = kCluster * MaxUnits<Traits>(params, kCluster);
+  return (room - tiles) * 10 < tiles ? kCluster : 1;
+}
+
 // in_pairs: for uniform calls.
 template <class Traits, class Params>
-ScheduleSm90 MakeSchedule(const Params& params, bool in_pairs, int64_t blocks) {
+ScheduleSm90 MakeSchedule(const Params& params, int cluster, bool in_pairs, int64_t workers) {
   ScheduleSm90 schedule;
-  const int64_t heads = KvHeadsOf(params), tiles = MaxTiles<Traits::kRows>(params), batch = BatchOf(params);
+  schedule.cluster = cluster;
+  const int64_t heads = KvHeadsOf(params), units = MaxUnits<Traits>(params, cluster), batch = BatchOf(params);
   schedule.in_pairs = in_pairs;
-  schedule.items = in_pairs ? (tiles / batch + 1) / 2 * batch * heads : tiles * heads;
-  schedule.blocks = std::min(blocks, schedule.items);
+  schedule.items = in_pairs ? (units / batch + 1) / 2 * batch * heads : units * heads;
+  schedule.workers = std::min(workers, schedule.items);
   const int64_t head_bytes = std::max<int64_t>(MaxKeysOf(params), 1) * (Traits::kDim + Traits::kValueDim) * 2;
   schedule.section = std::max<int64_t>(kSectionBytes / head_bytes, 1);
   return schedule;
@@ -117,18 +141,21 @@ ScheduleSm90 MakeSchedule(const Params& params, bool in_pairs, int64_t blocks) {
 template <class Traits, class Params>
 ScheduleSm90 ChooseSchedule(const Params& params, int sms) {
   const int64_t parts = MaxPartsOf(params);
+  const int cluster = ChooseCluster<Traits>(params);
   if (UniformQueryLength(params) > 0 && BatchOf(params) > 0 && parts == 0) {
-    const ScheduleSm90 schedule = MakeSchedule<Traits>(params, params.score.is_causal, sms);
-    if (!schedule.in_pairs || schedule.items >= kItemsOfBlock * sms) return schedule;
+    const int64_t workers = sms / cluster;
+    const ScheduleSm90 schedule = MakeSchedule<Traits>(params, cluster, params.score.is_causal, workers);
+    if (!schedule.in_pairs || schedule.items >= kItemsOfWorker * workers) return schedule;
   }
   // Of ranges there may be far fewer tiles than MaxTiles, which counts one for the end of each sequence: blocks for the
   // full ones, which look for the others too.
-  const int64_t full = QueryRows(params) * params.num_heads / Traits::kRows;
-  ScheduleSm90 schedule = MakeSchedule<Traits>(params, false, UniformQueryLength(params) > 0 ? INT64_MAX : full + sms);
+  const int64_t full = QueryRows(params) * params.num_heads / Traits::kRows + sms;
+  ScheduleSm90 schedule =
+      MakeSchedule<Traits>(params, cluster, false, UniformQueryLength(params) > 0 ? INT64_MAX : full / cluster);
   if (parts > 0) {
     schedule.parts = parts;
     schedule.sms = sms;
-    schedule.blocks = std::max<int64_t>(schedule.blocks, sms);
+    schedule.workers = std::max<int64_t>(schedule.workers, sms);
   }
   return schedule;
 }
@@ -137,24 +164,35 @@ template <class Traits, class Params>
 cudaError_t LaunchScheduled(const Params& params, const ScheduleSm90& schedule, cudaStream_t stream) {
   ArgumentsSm90<Params> args;
   args.params = params;
-  args.params.max_tiles = MaxTiles<Traits::kRows>(params);
+  args.params.max_tiles = MaxUnits<Traits>(params, schedule.cluster);
   args.schedule = schedule;
+  const int share = Traits::kKeys / schedule.cluster;
   args.query_by_copy = Traits::kRows % (params.num_heads / KvHeadsOf(params)) == 0;
   cudaError_t error = args.query_by_copy ? EncodeQuery<Traits>(params, &args.query) : cudaSuccess;
   if (error == cudaSuccess)
-    error = EncodeKeys<Traits>(params, KeyArray(params), Traits::kDim, &args.key, &args.box_keys);
+    error = EncodeKeys<Traits>(params, KeyArray(params), Traits::kDim, share, &args.key, &args.box_keys);
   if (error == cudaSuccess)
-    error = EncodeKeys<Traits>(params, ValueArray(params), Traits::kValueDim, &args.value, &args.box_keys);
+    error = EncodeKeys<Traits>(params, ValueArray(params), Traits::kValueDim, share, &args.value, &args.box_keys);
   if (error != cudaSuccess) return error;
-  if (schedule.blocks > INT_MAX) return cudaErrorInvalidConfiguration;
+  const int64_t blocks = schedule.workers * schedule.cluster;
+  if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
   constexpr int kBytes = sizeof(SharedSm90<Traits>);
   static_assert(kBytes <= 227 * 1024);
   static_assert(Traits::kRows <= PrefillRowsSm90(Traits::kValueDim), "the plan sizes the workspace");
   const auto kernel = &PrefillSm90<Traits, Params>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<int>(schedule.blocks), Traits::kThreads, kBytes, stream>>>(args);
-  error = cudaGetLastError();
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {static_cast<unsigned>(schedule.cluster), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(Traits::kThreads);
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = schedule.cluster == 1 ? 0 : 1;
+  error = cudaLaunchKernelEx(&config, kernel, args);
   if constexpr (std::is_same_v<Params, PagedAttentionParams>) {
     if (error == cudaSuccess && schedule.parts > 0) {
       error = LaunchMerge<Traits>(params, schedule.parts / 2, true, stream);

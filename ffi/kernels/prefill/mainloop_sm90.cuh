@@ -2,8 +2,8 @@
 // wgmma; online softmax in registers, probabilities as the A operand of the second product.
 //
 // Barriers, all mbarriers. `full`: the copy has landed (the producer's arrival and its bytes). `empty`: every consumer
-// warp has arrived after its last read. Tiles of work go from the producer of keys to all others the same way, so that
-// it runs ahead into the next tile while consumers end this one.
+// warp has arrived after its last read. Tiles of work go from the warp that chooses them to all others the same way, so
+// that copies run ahead into the next tile while consumers end this one.
 //
 // Of quantised caches the codes are copied, to a ring of their own, and a warpgroup of converters makes the tiles of
 // them that consumers multiply: convert_sm90.cuh.
@@ -21,12 +21,15 @@
 
 namespace turboattn::prefill {
 
+constexpr int kCluster = 2;
+
 // Which tiles a block takes: TileWalkSm90.
 struct ScheduleSm90 {
-  int64_t blocks = 0;   // of the grid
-  int64_t items = 0;    // what they share out: tiles of all heads, or pairs of them
-  int64_t section = 1;  // uniform calls: (sequence, kv head) pairs that are taken together, so that L2 holds their keys
-  bool in_pairs = false;  // uniform calls: an item is a long tile and the short one that makes up for it
+  int cluster = 1;        // or kCluster: blocks that take tiles next to each other and copy their keys together
+  int64_t workers = 0;    // clusters of the grid
+  int64_t items = 0;      // what they share out: units of a tile for each block, or pairs of units
+  int64_t section = 1;    // uniform calls: (sequence, kv head) pairs that are taken together
+  bool in_pairs = false;  // uniform calls: an item is a long unit and the short one that makes up for it
   int64_t parts = 0;      // of tiles that the workspace holds; 0: keys stay whole
   int sms = 0;            // that work on parts
 };
@@ -42,6 +45,10 @@ struct ArgumentsSm90 {
   int box_keys = 0;            // keys a copy
 };
 
+__device__ __forceinline__ int RankInCluster(const ScheduleSm90& schedule) {
+  return blockIdx.x & (schedule.cluster - 1);
+}
+
 constexpr int64_t kWholeTile = -1;
 
 // What a block's warp that chooses tiles has found of parts.
@@ -54,13 +61,16 @@ struct SplitSm90 {
 template <class Traits>
 struct TileSm90 {
   SequenceView view;
-  BlockList<Traits::kKeys> blocks;
-  int begin, end;  // blocks to take in: all, or a part of them
-  int64_t part;    // that the result is one of: a place in the workspace; kWholeTile: it goes to out
-  int64_t b;       // sequence
-  int64_t head;    // kv head
+  BlockList<Traits::kKeys> blocks;  // of the unit; seen and common are the tile's own
+  RunRange unit_seen[kRuns];        // what is copied of it: keys that some row of the unit sees
+  int unit_begin, unit_end;         // blocks to copy: all, or a part of them
+  int begin, end;                   // those of them to take in
+  int64_t part;                     // that the result is one of: a place in the workspace; kWholeTile: it goes to out
+  int64_t b;                        // sequence
+  int64_t head;                     // kv head
   int64_t first_row;
-  int num_rows;  // 0: no more tiles
+  int num_rows;  // 0: the unit has no tile for this block
+  bool last;     // there is no tile here, and none will come
   TileRows<Traits::kRows> rows;
 };
 
@@ -79,7 +89,7 @@ enum WaitSm90 {
   kCodesEmpty
 };
 
-constexpr int kRowWarps = 2;  // they fill in TileSm90::rows
+constexpr int kTileWarp = 2;
 
 // Quantised caches: tiles of codes between the producers and the converters. Rows lie as SwizzledChunk has them.
 template <class Traits, bool kQuantised = Traits::kQuantised>
@@ -116,22 +126,22 @@ struct SharedSm90 {
   SplitSm90 split;  // of the warp that chooses tiles alone: its registers are few
 
   // By one thread, before anything else.
-  __device__ void InitBarriers() {
+  __device__ void InitBarriers(int cluster) {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers, kConverterWarps = Traits::kQuantised ? 4 : 0;
     constexpr int kFullArrivals = Traits::kQuantised ? kConverterWarps : 1;
     InitBarrier(&query_full, 1);
     InitBarrier(&query_empty, kConsumerWarps);
     for (int i = 0; i < Traits::kStages; ++i) {
       InitBarrier(&key_full[i], kFullArrivals);
-      InitBarrier(&key_empty[i], kConsumerWarps);
+      InitBarrier(&key_empty[i], kConsumerWarps * cluster);
       InitBarrier(&value_full[i], kFullArrivals);
-      InitBarrier(&value_empty[i], kConsumerWarps);
+      InitBarrier(&value_empty[i], kConsumerWarps * cluster);
     }
     for (int i = 0; i < kTiles; ++i) {
       InitBarrier(&tile_full[i], 1);
       // All threads that write and read arrive: compute-sanitizer does not follow one lane's arrival for its warp.
-      InitBarrier(&rows_full[i], kRowWarps * kWarp);
-      InitBarrier(&tile_empty[i], (kConsumerWarps + kConverterWarps + 1) * kWarp);  // and the producer of values
+      InitBarrier(&rows_full[i], kWarp);
+      InitBarrier(&tile_empty[i], (kConsumerWarps + kConverterWarps + 2) * kWarp);  // and the producers
     }
     if constexpr (Traits::kQuantised) {
       for (int i = 0; i < Traits::kCodeStages; ++i) {
@@ -177,6 +187,8 @@ struct ProducerSm90 {
   SharedSm90<Traits>& shared;
   const bool values;
   const int lane = threadIdx.x % kWarp;
+  const int share = args.schedule.cluster == 1 ? kKeys : kKeys / kCluster;  // keys of a tile that this block copies
+  const int share_begin = RankInCluster(args.schedule) * share;
   RingSlot<Traits::kQuantised ? Traits::kCodeStages : kStages> slot{1};
   uint32_t query_parity = 1;
   // Pages: lane i knows the page table's entry for box i of the next block.
@@ -192,7 +204,7 @@ struct ProducerSm90 {
     next_present = false;
     if (block < 0) return;
     const int run = tile.blocks.RunOf(block), j = tile.blocks.FirstKey(block) + lane * args.box_keys;
-    next_present = lane * args.box_keys < kKeys && tile.blocks.seen[run].Meets(j, args.box_keys);
+    next_present = lane * args.box_keys < kKeys && tile.unit_seen[run].Meets(j, args.box_keys);
     if (next_present) next_entry = KeysOf(args.params, tile.b, tile.head, run).Entry(j);
   }
 
@@ -237,6 +249,14 @@ struct ProducerSm90 {
     __syncwarp();
   }
 
+  __device__ void CopyBox(uint32_t to, const CUtensorMap* map, uint64_t* full, int c0, int c1, int c2, int c3) const {
+    if (args.schedule.cluster > 1) {
+      CopyBox4ToCluster(to, map, full, c0, c1, c2, c3, (1 << kCluster) - 1);
+    } else {
+      CopyBox4(to, map, full, c0, c1, c2, c3);
+    }
+  }
+
   // A block's keys or values into the ring.
   __device__ void LoadBlock(const TileSm90<Traits>& tile, int block) {
     uint64_t* const full = values ? &shared.value_full[slot.index] : &shared.key_full[slot.index];
@@ -255,11 +275,11 @@ struct ProducerSm90 {
         ArriveExpecting(full, bytes);
       }
       __syncwarp();
-      if (lane * args.box_keys < kKeys) {
+      if (lane * args.box_keys >= share_begin && lane * args.box_keys < share_begin + share) {
         const int first_slot = FirstSlot(tile, block);
         for (int panel = 0; panel < panels; ++panel) {
-          CopyBox4(to + (panel * kKeys + lane * args.box_keys) * 128, map, full, panel * 64, first_slot,
-                   static_cast<int>(tile.head), page);
+          CopyBox(to + (panel * kKeys + lane * args.box_keys) * 128, map, full, panel * 64, first_slot,
+                  static_cast<int>(tile.head), page);
         }
       }
     } else if (lane == 0) {
@@ -267,8 +287,8 @@ struct ProducerSm90 {
       const bool ragged = args.params.ragged;
       const int64_t first = ragged ? ClampRange(args.params.kv_ranges, tile.b, args.params.num_keys).lo : 0;
       for (int panel = 0; panel < panels; ++panel) {
-        CopyBox4(to + panel * kKeys * 128, map, full, panel * 64, static_cast<int>(tile.head),
-                 static_cast<int>(first + first_key), ragged ? 0 : static_cast<int>(tile.b));
+        CopyBox(to + (panel * kKeys + share_begin) * 128, map, full, panel * 64, static_cast<int>(tile.head),
+                static_cast<int>(first + first_key + share_begin), ragged ? 0 : static_cast<int>(tile.b));
       }
     }
     __syncwarp();
@@ -292,19 +312,18 @@ struct ProducerSm90 {
 
   // A tile's blocks, from the last to the first; with the keys the query rows.
   __device__ void Load(const TileSm90<Traits>& tile) {
-    if (tile.end == tile.begin) return;
-    if constexpr (kPaged) LookUp(tile, tile.end - 1);
-    if (!values) LoadQuery(tile);
-    int block = tile.end - 1;
+    if constexpr (kPaged) LookUp(tile, tile.unit_end - 1);
+    if (!values && tile.end > tile.begin) LoadQuery(tile);
+    int block = tile.unit_end - 1;
     if constexpr (Traits::kQuantised) {
-      const int count = 2 * (tile.end - tile.begin);
+      const int count = 2 * (tile.unit_end - tile.unit_begin);
 #pragma unroll 1
       for (int i = 0; i < count; ++i, slot.Advance()) {
         if (HoldsValues(i, count) == values) LoadCodes(tile, block--);
       }
     } else {
 #pragma unroll 1
-      for (; block >= tile.begin; --block) LoadBlock(tile, block);
+      for (; block >= tile.unit_begin; --block) LoadBlock(tile, block);
     }
   }
 };
@@ -334,6 +353,7 @@ struct ConsumerSm90 {
   const TileRows<Traits::kRows>* rows = nullptr;  // of the tile
   RingSlot<kStages> key_slot{0}, value_slot{0};
   uint32_t query_parity = 0;
+  const uint32_t block_of_lane;  // from a shared address here to that in the cluster's block `lane`
 
   // Rows Row(0) and Row(1) of the tile.
   float o[kValueDim / 8][4];
@@ -346,7 +366,12 @@ struct ConsumerSm90 {
   bool moved;  // alpha is not 1 for a row of this warp
 
   __device__ __forceinline__ ConsumerSm90(const ArgumentsSm90<Params>& args, Shared& shared, int warpgroup)
-      : args(args), params(args.params), shared(shared), warpgroup(warpgroup), rule(MakeScoreRule(args.params.score)) {}
+      : args(args),
+        params(args.params),
+        shared(shared),
+        warpgroup(warpgroup),
+        rule(MakeScoreRule(args.params.score)),
+        block_of_lane(AddressIn(lane % args.schedule.cluster, SharedAddress(&shared)) - SharedAddress(&shared)) {}
 
   __device__ __forceinline__ int Row(int half) const {
     return 64 * warpgroup + thread / kWarp * 16 + 8 * half + lane / 4;
@@ -424,8 +449,13 @@ struct ConsumerSm90 {
   __device__ __forceinline__ void WaitValues() {
     WaitBarrier(&shared.value_full[value_slot.index], value_slot.parity, kValueFull);
   }
+  // Tells all blocks that copy a share of the tile: a lane of each warp for each.
+  __device__ __forceinline__ void Release(uint64_t* empty) const {
+    __syncwarp();
+    if (lane < args.schedule.cluster) ArriveInCluster(block_of_lane + SharedAddress(empty));
+  }
   __device__ __forceinline__ void ReleaseKeys(bool last) {
-    ArriveByWarp(&shared.key_empty[key_slot.index]);
+    Release(&shared.key_empty[key_slot.index]);
     key_slot.Advance();
     if (last && args.query_by_copy) ArriveByWarp(&shared.query_empty);
   }
@@ -435,7 +465,7 @@ struct ConsumerSm90 {
     return next;
   }
   __device__ __forceinline__ void ReleaseValues() {
-    ArriveByWarp(&shared.value_empty[value_slot.index]);
+    Release(&shared.value_empty[value_slot.index]);
     value_slot.Advance();
   }
 
@@ -671,6 +701,17 @@ struct ConsumerSm90 {
 
   // ---- a tile
 
+  // Blocks at the end of the unit that this tile does not see.
+  __device__ __forceinline__ void PassOver(int blocks) {
+#pragma unroll 1
+    for (int i = 0; i < blocks; ++i) {
+      WaitKeys();
+      ReleaseKeys(false);
+      WaitValues();
+      ReleaseValues();
+    }
+  }
+
   __device__ __forceinline__ void Scores(const TileSm90<Traits>& tile, int block, const State& state) {
     if (state.partial || rule.modified) {
       if (rule.modified) {
@@ -700,6 +741,7 @@ struct ConsumerSm90 {
       max[half] = -Infinity();
       sum[half] = 0.f;
     }
+    PassOver(tile.unit_end - tile.end);
     int block = tile.end - 1;
     if (block < tile.begin) return;
     if (args.query_by_copy) {

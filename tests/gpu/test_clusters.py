@@ -1,0 +1,170 @@
+"""Hopper prefill in clusters of two blocks gives the bits of single blocks, whatever the neighbours' tiles see.
+
+Clusters are for calls of many tiles, larger than the common cases; a window that hides nothing keeps them away. Which
+head dims and arrays they are chosen for is ChooseCluster's (launch_sm90.cuh); all are tried here.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_turboattn as ta
+
+NO_WINDOW = np.array([-1, -1], np.int32)
+HOPPER = jax.default_backend() == "gpu" and getattr(jax.devices()[0], "compute_capability", "") == "9.0"
+pytestmark = pytest.mark.skipif(not HOPPER, reason="compute capability 9.0")
+
+
+def normal(seed, *shape, dtype=jnp.bfloat16):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+
+
+def check(call):
+    """Bits of `call(local_window_size=, implementation=)` in clusters and without; the values of the sm80 family."""
+    out, lse = call(local_window_size=None, implementation="cuda")
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+    for result, expected in zip((out, lse), call(local_window_size=NO_WINDOW, implementation="cuda"), strict=True):
+        np.testing.assert_array_equal(result, expected)
+    try:
+        expected, expected_lse = call(local_window_size=None, implementation="cuda:sm80")
+    except NotImplementedError:  # D = 192
+        return
+    np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=2e-3)
+    out, expected = (np.asarray(x, np.float32) for x in (out, expected))
+    np.testing.assert_allclose(out, expected, rtol=0, atol=0.02 * np.abs(expected).max())
+
+
+DENSE = dict(
+    causal=dict(is_causal=True),
+    full=dict(),
+    odd=dict(T=1400, heads=(2, 2), is_causal=True),  # 11 tiles: the last one's neighbour has none
+    odd_group=dict(heads=(3, 1), is_causal=True),  # consumers load the query's rows
+    fp16=dict(dtype=jnp.float16, is_causal=True),
+    d64=dict(D=64, T=2100, is_causal=True),
+    d192=dict(D=192, Dv=128, is_causal=True),
+    d256=dict(D=256, is_causal=True),
+    history=dict(T=1280, S=3000, is_causal=True, query_offset=1720),
+    ahead=dict(T=1280, S=3000, is_causal=True, query_offset=-300),  # rows of whole tiles see no key
+    lens=dict(B=3, is_causal=True, query_seq_lengths=[1408, 0, 1000], key_value_seq_lengths=[1300, 1408, 7]),
+    modified=dict(is_causal=True, logits_soft_cap=20.0, alibi=True),
+    segments=dict(B=2, segments=True),
+    # More units than the card has pairs of SMs: clusters go from one to the next.
+    stay=dict(heads=(16, 16)),
+    stay_in_pairs=dict(B=8, heads=(16, 16), is_causal=True),
+    stay_d64=dict(B=2, D=64, T=2100, heads=(16, 16)),
+)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dense(name):
+    case = dict(B=1, T=1408, heads=(4, 2), D=128, dtype=jnp.bfloat16) | DENSE[name]
+    B, T, (H, K), D, dtype = (case.pop(n) for n in ("B", "T", "heads", "D", "dtype"))
+    S, Dv = case.pop("S", T), case.pop("Dv", D)
+    query, key = normal(0, B, T, H, D, dtype=dtype), normal(1, B, S, K, D, dtype=dtype)
+    value = normal(2, B, S, K, Dv, dtype=dtype)
+    for lengths in ("query_seq_lengths", "key_value_seq_lengths"):
+        if lengths in case:
+            case[lengths] = jnp.array(case[lengths], jnp.int32)
+    if "key_value_seq_lengths" in case:  # what lies behind is never looked at
+        behind = jnp.arange(S)[None, :] >= case["key_value_seq_lengths"][:, None]
+        key, value = (jnp.where(behind[..., None, None], jnp.nan, x) for x in (key, value))
+    if case.pop("alibi", False):
+        case["alibi_slopes"] = jnp.linspace(0.01, 0.2, H)
+    if case.pop("segments", False):
+        ids = jnp.broadcast_to(jnp.arange(T) // 300, (B, T)).astype(jnp.int32)
+        case["segment_ids"] = (ids, ids)
+    check(lambda **how: ta.attention(query, key, value, return_residual=True, **case, **how))
+
+
+def test_dense_values_that_are_not_finite():
+    """A causal row sees NaN of the keys before it alone."""
+    T, first = 1408, 1000
+    query, key, value = normal(0, 1, T, 2, 128), normal(1, 1, T, 2, 128), normal(2, 1, T, 2, 128)
+    poisoned = value.at[:, first].set(jnp.nan)
+    for implementation in ("cuda", "cuda:sm80"):
+        out = ta.attention(query, key, poisoned, is_causal=True, implementation=implementation)
+        clean = ta.attention(query, key, value, is_causal=True, implementation=implementation)
+        np.testing.assert_array_equal(out[:, :first], clean[:, :first])
+        assert np.isnan(np.asarray(out[:, first:], np.float32)).all()
+
+
+def test_packed():
+    lens = np.array([1500, 0, 1300, 700, 2000])
+    offsets = jnp.array(np.concatenate([[0], np.cumsum(lens)]), jnp.int32)
+    tokens = int(lens.sum()) + 9
+    query, key, value = normal(0, tokens, 2, 128), normal(1, tokens, 2, 128), normal(2, tokens, 2, 128)
+    check(
+        lambda **how: ta.ragged_attention(
+            query, key, value, offsets, offsets, is_causal=True, return_residual=True, **how
+        )
+    )
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize("page_size", [8, 16, 64, 256])
+def test_pages(page_size, prefix):
+    """Pages of NaN at unmapped places, lengths in the middle of pages, one page id that does not exist."""
+    lens, new = np.array([2300, 1290, 3000]), np.array([1290, 1290, 1500])
+    columns, heads, kv_heads = 3072 // page_size, 16, 8
+    rng = np.random.default_rng(0)
+    pages = 3 * columns + 8
+    ids = rng.permutation(pages - 8)
+    table = np.full((3, columns), 2**31 - 1, np.int32)
+    for b, n in enumerate(-(-lens // page_size)):
+        table[b, :n] = ids[b * columns : b * columns + n]
+    used = np.zeros(pages, bool)
+    used[table[table < pages]] = True
+    prefix_pages = np.arange(pages - 8, pages, dtype=np.int32)
+    used[prefix_pages] = True
+    table[1, 3] = -7
+    cache = ta.PagedKVCache.create(pages, kv_heads, 128, page_size=page_size)
+    pool = [jnp.where(used[:, None, None, None], normal(i, *cache.key.shape), jnp.nan) for i in (1, 2)]
+    cache = dataclasses.replace(cache, key=pool[0], value=pool[1])
+    query = normal(3, int(new.sum()), heads, 128)
+    offsets = jnp.array(np.concatenate([[0], np.cumsum(new)]), jnp.int32)
+    shared = (jnp.array(prefix_pages), jnp.int32(8 * page_size - 3)) if prefix else None
+    check(
+        lambda **how: ta.paged_attention(
+            query,
+            cache,
+            jnp.array(table),
+            jnp.array(lens, jnp.int32),
+            offsets,
+            max_q_len=1500,
+            shared_prefix=shared,
+            return_residual=True,
+            **how,
+        )
+    )
+
+
+def test_garbage():
+    """Any int32 in page ids, lengths, layers: no hang, and the bits of single blocks. Ranges in order, past the end too."""
+    rng = np.random.default_rng(1)
+    pages, page_size, heads, batch = 90, 16, 8, 3
+    cache = ta.PagedKVCache.create(pages, heads, 128, page_size=page_size, num_layers=2)
+    cache = dataclasses.replace(cache, key=normal(1, *cache.key.shape), value=normal(2, *cache.value.shape))
+    query = normal(3, 4000, heads, 128)
+
+    @functools.partial(jax.jit, static_argnames="windowed")
+    def call(table, lens, offsets, layer, windowed):
+        window = NO_WINDOW if windowed else None
+        how = dict(max_q_len=4000, local_window_size=window, return_residual=True, implementation="cuda")
+        return ta.paged_attention(query, cache, table, lens, offsets, layer=layer, **how)
+
+    for _ in range(40):
+        garbage = lambda *shape: np.asarray(rng.integers(-(2**31), 2**31, shape), np.int32)  # noqa: E731
+        table = np.where(rng.random((batch, 128)) < 0.9, rng.integers(0, pages, (batch, 128)), garbage(batch, 128))
+        lens = np.where(rng.random(batch) < 0.8, rng.integers(0, 2048, batch), garbage(batch))
+        offsets = np.sort(np.where(rng.random(batch + 1) < 0.8, rng.integers(0, 4000, batch + 1), garbage(batch + 1)))
+        layer = np.where(rng.random() < 0.9, rng.integers(0, 2), garbage())
+        inputs = [np.asarray(x, np.int32) for x in (table, lens, offsets, layer)]
+        for result, expected in zip(call(*inputs, windowed=False), call(*inputs, windowed=True), strict=True):
+            np.testing.assert_array_equal(result, expected)
+    for _ in range(20):  # ranges that overlap: whoever is last writes
+        inputs = [garbage(batch, 128), garbage(batch), garbage(batch + 1), np.int32(1)]
+        jax.block_until_ready(call(*inputs, windowed=False))
