@@ -40,6 +40,8 @@ inline void DefineCommon(nb::module_& module) {
         entry["decode_appends"] = plan.decode_appends;
         entry["row_tile"] = plan.row_tile;
         entry["slots"] = plan.slots;
+        entry["decode_units"] = plan.decode_units;
+        entry["decode_cluster"] = plan.decode_cluster;
         entry["prefill_tiles"] = plan.prefill_tiles;
         entry["prefill_splits"] = plan.prefill_splits;
         entry["prefill_parts"] = plan.prefill_parts;

@@ -23,6 +23,18 @@ void PlanDecode(const PagedShape& shape, int64_t group, PagedPlan* plan) {
   plan->workspace_bytes = kWorkspaceHeader + plan->slots * (kSlotInts + slot_floats) * 4;
 }
 
+void PlanClusters(const PagedShape& shape, int64_t group, PagedPlan* plan) {
+  if (shape.batch != 1 || shape.max_keys > kMaxClusterKeys || shape.batch_invariant || plan->runs_prefill) return;
+  const int64_t rows = (shape.uniform_q_len > 0 ? shape.uniform_q_len : plan->decode_q_len) * group;
+  const int64_t units = shape.num_kv_heads * CeilDiv(rows, plan->row_tile);
+  for (const int blocks : {16, 8}) {  // kernels know no smaller ones
+    if (units * blocks > kMaxClusterBlocks || units * blocks < kMinClusterBlocks) continue;
+    plan->decode_units = units;
+    plan->decode_cluster = blocks;
+    return;
+  }
+}
+
 // sm80: two blocks on each SM of a large card; a part of fewer keys than kMinSplitKeys costs more in merging than it
 // gains.
 constexpr int64_t kFillBlocks = 264;
@@ -86,7 +98,10 @@ PagedPlan PlanPaged(const PagedShape& shape) {
   const int64_t q_len = shape.uniform_q_len > 0 ? shape.uniform_q_len : 1;
   plan.row_tile = q_len * group <= 8 ? 8 : 16;
   plan.decode_appends = plan.runs_decode && !plan.runs_prefill && shape.num_tokens <= kMaxDecodeAppends;
-  if (plan.runs_decode) PlanDecode(shape, group, &plan);
+  if (plan.runs_decode) {
+    PlanDecode(shape, group, &plan);
+    PlanClusters(shape, group, &plan);
+  }
   if (plan.runs_prefill) PlanPrefill(shape, group, &plan);
   return plan;
 }

@@ -30,6 +30,9 @@ struct PagedPlan {
   bool decode_appends = false;  // a fused step's new keys and values are stored by decode, not by a kernel before it
   int row_tile = 8;             // rows of a decode unit: 8 or 16
   int64_t slots = 0;            // partial results that the workspace holds
+  // Where the card has clusters: one for each unit, of so many blocks. 0: all blocks share a list of work.
+  int64_t decode_units = 0;
+  int decode_cluster = 0;
   // Prefill cuts the keys of its tiles in parts where there are too few tiles to fill a card. sm80 in as many as this
   // says; sm90 counts tiles and keys on the device (PrefillSplits) and is told how many parts the workspace holds.
   int prefill_splits = 1;
@@ -41,6 +44,12 @@ struct PagedPlan {
 
 // Blocks of a decode grid never exceed this, whatever the card: the workspace holds two partial results of each.
 constexpr int64_t kMaxDecodeBlocks = 512;
+
+// One sequence that cannot be long: a cluster has a unit's keys and merges them in its own shared memory, if that makes
+// kMinClusterBlocks to kMaxClusterBlocks blocks, one or two for each SM of a card with clusters. Else, and where
+// lengths may differ, the units' blocks of keys are one list.
+constexpr int64_t kMinClusterBlocks = 128, kMaxClusterBlocks = 264;
+constexpr int64_t kMaxClusterKeys = 16384;  // a list of two blocks an SM reads faster: 32768 keys 42 us, clusters 46
 
 // Where decode appends, each unit that reads a new key stores it: a sequence with more rows than fit a unit has its
 // tokens stored again for each of its units. Calls of more tokens than this launch append first: one sequence that has

@@ -1,6 +1,6 @@
 // How decode's list of work is cut (kernels/decode/work_list.h): every place has one block, the parts of a unit are as
-// many as its first block says, and each finds the slot that its block gives it. Lists of a few places to 2^60.
-// usage: fuzz_work_list COUNT [SEED]. Exit status 1 and a line on stderr at the first failure.
+// many as its first block says, and each finds the slot that its block gives it. Lists of a few places to 2^60, and
+// units of one length. usage: fuzz_work_list COUNT [SEED]. Exit status 1 and a line on stderr at the first failure.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -22,16 +22,37 @@ void Fuzz(std::mt19937_64& random) {
     return low + static_cast<int64_t>(random() % static_cast<uint64_t>(high - low + 1));
   };
   const int grid = static_cast<int>(in(1, 512));
-  const int64_t total = in(0, int64_t{1} << in(0, 60));
-  const WorkList list(total, grid);
-  Check(list.blocks == std::min<int64_t>(total, grid), "blocks that have work");
-  Check(list.Begin(0) == 0 && list.Begin(list.blocks) == total, "the ends of the list");
-  for (int block = 0; block < list.blocks; ++block) {
-    const int64_t begin = list.Begin(block), end = list.Begin(block + 1);
-    Check(begin < end && end - begin - total / list.blocks <= 1, "a block's share");
-    Check(list.BlockOf(begin) == block && list.BlockOf(end - 1) == block, "the block of a place");
+  const int units = static_cast<int>(in(1, int64_t{1} << in(0, 20)));
+  const bool even = in(0, 1) != 0 && EvenCut::Of(units, grid).units > 0;
+  const int64_t unit = in(0, int64_t{1} << in(0, 40)), total = even ? units * unit : in(0, int64_t{1} << in(0, 60));
+  const EvenCut cut = EvenCut::Of(units, grid);
+  const WorkList list(total, grid, cut, even);
+  const int64_t longest = list.each + (list.left > 0 ? 1 : 0);
+  if (list.chunk == total) {
+    Check(list.blocks == std::min<int64_t>(total, grid), "blocks that have work");
+  } else {
+    Check(even && list.blocks <= grid, "more blocks than there are");
+    Check((longest - longest / 16 - 1) * grid <= total, "a block too long");
   }
   if (total == 0) return;
+  const auto begin_of = [&](int block) {
+    int64_t begin, end;
+    list.Range(block, cut, &begin, &end);
+    return begin;
+  };
+  const auto end_of = [&](int block) {
+    int64_t begin, end;
+    list.Range(block, cut, &begin, &end);
+    return end;
+  };
+  Check(begin_of(0) == 0 && end_of(list.blocks - 1) == total, "the ends of the list");
+  for (int block = 0; block < list.blocks; ++block) {
+    const int64_t begin = begin_of(block), end = end_of(block);
+    Check(block == 0 || begin == end_of(block - 1), "places without a block, or with two");
+    Check(begin < end && end - begin <= longest, "a block's share");
+    if (list.chunk < total) Check(begin % unit == 0 || begin / unit == (end - 1) / unit, "parts of two units");
+    Check(list.BlockOf(begin) == block && list.BlockOf(end - 1) == block, "the block of a place");
+  }
   // A unit of some blocks of keys, as the kernel's blocks walk over it.
   const int64_t first = in(0, total - 1), length = in(1, total - first);
   const int owner = list.BlockOf(first), parts = list.BlockOf(first + length - 1) - owner + 1;
@@ -40,10 +61,10 @@ void Fuzz(std::mt19937_64& random) {
   for (int64_t place = first; place < first + length; ++part) {
     const int block = owner + part;
     Check(part < parts && block < list.blocks, "more parts than the first block says");
-    Check(place >= list.Begin(block) && place < list.Begin(block + 1), "a part in another block");
+    Check(place >= begin_of(block) && place < end_of(block), "a part in another block");
     Check(SlotOfPart(slot, part, false) == 2 * block + (part == 0 ? 1 : 0), "the slot of a part");
     Check(SlotOfPart(slot, part, true) == slot + part, "the slot of a fixed part");
-    place = std::min(list.Begin(block + 1), first + length);
+    place = std::min(end_of(block), first + length);
   }
   Check(part == parts, "fewer parts than the first block says");
 }

@@ -54,6 +54,37 @@ def test_decode_appends_where_it_runs_alone():
     assert not plan(batch=64, num_tokens=64, num_heads=0)["decode_appends"]  # nothing runs
 
 
+@pytest.mark.parametrize(
+    "heads, tokens, units, cluster",
+    [
+        ((32, 8), 1, 8, 16),
+        ((64, 8), 1, 8, 16),
+        ((128, 8), 1, 8, 16),  # 16 rows a unit
+        ((32, 8), 3, 8, 16),
+        ((40, 10), 1, 10, 16),
+        ((32, 32), 1, 32, 8),
+        ((32, 1), 1, 0, 0),  # 2 tiles: a card would be mostly idle
+        ((32, 4), 1, 0, 0),
+        ((64, 64), 1, 0, 0),  # so many units fill one without
+    ],
+)
+def test_one_sequence_has_a_cluster_a_unit(heads, tokens, units, cluster):
+    sizes = dict(batch=1, num_tokens=tokens, num_heads=heads[0], num_kv_heads=heads[1])
+    found = plan(**sizes, uniform_q_len=tokens)
+    assert (found["decode_units"], found["decode_cluster"]) == (units, cluster)
+    if tokens == 1:
+        packed = plan(**sizes)
+        assert (packed["decode_units"], packed["decode_cluster"]) == (units, cluster)
+
+
+def test_clusters_are_for_one_short_sequence_and_bits_that_may_depend_on_the_batch():
+    assert plan(batch=1, num_tokens=1)["decode_cluster"] == 16
+    assert plan(batch=1, num_tokens=1, max_keys=32768)["decode_cluster"] == 0  # two blocks an SM read faster
+    assert plan(batch=2, num_tokens=2)["decode_cluster"] == 0  # their lengths may differ
+    assert plan(batch=1, num_tokens=2)["decode_cluster"] == 0  # there is a prefill kernel too
+    assert plan(batch=1, num_tokens=1, batch_invariant=True)["decode_cluster"] == 0
+
+
 def test_workspace_does_not_grow_with_batch_or_context():
     small, large = plan(batch=2, num_tokens=2), plan(batch=4096, num_tokens=4096, max_keys=1 << 20)
     assert small["workspace_bytes"] == large["workspace_bytes"] < 8 << 20
@@ -64,7 +95,9 @@ def test_few_rows_on_a_long_context_are_split():
     assert found["prefill_tiles"] == 4 * 8 and found["prefill_splits"] == 264 // 32
     assert plan(batch=1, num_tokens=128, uniform_q_len=128, max_keys=1000)["prefill_splits"] == 1  # merging costs more
     assert plan(batch=4, num_tokens=4 * 4096, uniform_q_len=4096, max_keys=4096)["prefill_splits"] == 1  # fills a card
-    assert plan(batch=1, num_tokens=128, uniform_q_len=128, max_keys=131072, batch_invariant=True)["prefill_splits"] == 1
+    assert (
+        plan(batch=1, num_tokens=128, uniform_q_len=128, max_keys=131072, batch_invariant=True)["prefill_splits"] == 1
+    )
 
 
 @pytest.mark.parametrize("dim, rows", [(64, 192), (128, 128), (256, 128)])

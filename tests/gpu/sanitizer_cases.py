@@ -127,6 +127,14 @@ def clusters(rng, row):
     return whole_keys, (query, pool, table, lens, offsets)
 
 
+def one_sequence(rng, row):
+    """A call whose units are clusters' in the decode kernels: of so many kv heads that 16 blocks each fill a card."""
+    kv_heads = 8
+    pool = ta.PagedKVCache.create(N, kv_heads, dims(row)[0], page_size=P, dtype=row["dtype"])
+    query = normal(rng, row["dtype"], 1, H * kv_heads, dims(row)[0])
+    return ta.paged_decode, (query, pool, page_table(rng)[1:2], KV_LENS[1:2])
+
+
 CALLS = dict(
     append=append,
     gather=gather,
@@ -150,6 +158,8 @@ def run(row: dict, seed: int = 0) -> None:
     # One dtype and head dim stand for all: under a sanitizer a call of this size takes seconds.
     if row["family"] == "sm90" and (row["head_dim"], row["dtype"], row["kv_dtype"]) == (128, "bfloat16", "bfloat16"):
         makers.append(clusters)
+    if row["phase"] == "decode" and row["dtype"] == row["kv_dtype"]:
+        makers.append(one_sequence)
     os.environ["JAX_TURBOATTN_IMPLEMENTATION"] = implementation(row)
     for make in makers:
         function, arguments = make(np.random.default_rng(seed), row)

@@ -56,6 +56,17 @@ __device__ __forceinline__ void StoreFour(void* out, DType out_dtype, int64_t el
   }
 }
 
+// Columns d to d + 3 of a row, which are unnormalised in x.
+template <class E, int kDim>
+__device__ __forceinline__ void FinishQuad(const PagedAttentionParams& params, int64_t token, int head, int d,
+                                           float max, float sum, float4 x) {
+  const RowEnd end = EndRow(max, sum, params.score.sinks, head);
+  const int64_t row = token * params.num_heads + head;
+  const float f = end.factor;
+  StoreFour<E>(params.out, params.out_dtype, row * kDim + d, {x.x * f, x.y * f, x.z * f, x.w * f});
+  if (d == 0) params.lse[row] = end.lse;
+}
+
 __device__ inline int BlocksOf(int keys) { return static_cast<int>((keys + (kDecodeKeys - 1u)) / kDecodeKeys); }
 // Plain calls.
 __device__ inline int KeysOf(const CallFacts& facts, int kv_len) { return min(max(kv_len, 0), facts.max_keys); }
@@ -151,6 +162,66 @@ __device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& fa
   return share;
 }
 
+// The rows of a unit whose parts are the blocks of a cluster. Each block finishes some quads of four columns: the
+// others send it theirs.
+template <class Traits>
+class ClusterMerge {
+ public:
+  __device__ ClusterMerge(const CallFacts& facts, SharedSm80<Traits>& shared, int rows)
+      : shared_(shared),
+        rows_(rows),
+        shift_(facts.cluster_shift),
+        rank_(blockIdx.x & ((1 << shift_) - 1)),
+        log_quads_(kLogRowQuads + (rows > 1) + (rows > 2) + (rows > 4) + (rows > 8) - shift_) {}
+
+  // Quad i of the unit's rows, of this block's part.
+  __device__ void Send(int i, float4 x, float max, float sum) const {
+    const int to = i >> log_quads_, at = rank_ * (Quads() + 1) + (i & (Quads() - 1));
+    StorePeer(PeerAddress(SharedAddress(&shared_.parts.x[at]), to), x);
+    StorePeer(PeerAddress(SharedAddress(&shared_.parts.state[at]), to), float2{max, sum});
+  }
+
+  // After all have sent. As many lanes as there are parts take one each; the order is theirs.
+  __device__ void Finish(const PagedAttentionParams& params) const {
+    const int parts = 1 << shift_, part = threadIdx.x & (parts - 1), quads = Quads();
+#pragma unroll 1
+    for (int base = 0; base < quads; base += Traits::kThreads >> shift_) {
+      const int mine = base + (threadIdx.x >> shift_), at = part * (quads + 1) + min(mine, quads - 1);
+      const float2 state = shared_.parts.state[at];
+      float4 x = shared_.parts.x[at];
+      float max = state.x;
+#pragma unroll 1
+      for (int step = 1; step < parts; step *= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, step));
+      const float weight = state.x == -Infinity() ? 0.f : Exp2(state.x - max);
+      float sum = weight * state.y;
+      x = {weight * x.x, weight * x.y, weight * x.z, weight * x.w};
+#pragma unroll 1
+      for (int step = 1; step < parts; step *= 2) {
+        sum += __shfl_xor_sync(~0u, sum, step);
+        x.x += __shfl_xor_sync(~0u, x.x, step);
+        x.y += __shfl_xor_sync(~0u, x.y, step);
+        x.z += __shfl_xor_sync(~0u, x.z, step);
+        x.w += __shfl_xor_sync(~0u, x.w, step);
+      }
+      const int i = rank_ * quads + mine, row = i / kQuads, d = i % kQuads * 4;
+      if (part != 0 || mine >= quads || row >= rows_) continue;
+      FinishQuad<typename Traits::E, Traits::kDim>(params, shared_.rows.token[row], shared_.rows.head[row], d, max, sum,
+                                                   x);
+    }
+  }
+
+ private:
+  static constexpr int kQuads = Traits::kDim / 4;  // of a row
+  static constexpr int kLogRowQuads = kQuads == 16 ? 4 : kQuads == 32 ? 5 : 6;
+  static_assert(1 << kLogRowQuads == kQuads && Traits::kRows <= 16);
+
+  __device__ int Quads() const { return 1 << log_quads_; }
+
+  SharedSm80<Traits>& shared_;
+  const int rows_, shift_, rank_;
+  const int log_quads_;  // that a block finishes, of as many rows as the next power of two
+};
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     DecodeSm80(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts facts) {
@@ -164,35 +235,53 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   const int group = facts.group;
   const bool fixed_parts = params.batch_invariant;
 
-  // A thread has a few sequences that follow each other, mostly one.
-  Share share = {};
-  const int each_thread = (batch + kThreads - 1) / kThreads;
-  int b = threadIdx.x * each_thread;
-  int64_t my_cost = 0, my_begin;
-  for (const int end = min(b + each_thread, batch); b < end; ++b) {
-    share = ShareOf<kRows>(params, facts, b);
-    my_cost += share.cost;
-  }
-  --b;
-  const WorkList list(ScanOverThreads<kThreads>(my_cost, &my_begin), static_cast<int>(gridDim.x));
+  // A cluster knows its unit. Else a thread has a few sequences that follow each other, mostly one.
+  const bool clustered = facts.cluster_shift >= 0;
   const int block = static_cast<int>(blockIdx.x);
+  Share share = {};
+  int b = 0;
+  int64_t my_cost = 0, my_begin = 0, total = 0;
+  bool all_even = false;
+  if (clustered) {
+    // Which pages it is depends on the length; where they are named does not.
+    constexpr int kLine = 32;  // entries
+    if (threadIdx.x * kLine < params.seqs.max_pages) Prefetch(params.seqs.page_table + threadIdx.x * kLine);
+    if (threadIdx.x == kThreads - 1) Prefetch(params.seqs.layer);
+    if (threadIdx.x == 0) share = ShareOf<kRows>(params, facts, 0);
+  } else {
+    const int each_thread = (batch + kThreads - 1) / kThreads;
+    const int first = threadIdx.x * each_thread;
+    b = first;
+    for (const int end = min(b + each_thread, batch); b < end; ++b) {
+      share = ShareOf<kRows>(params, facts, b);
+      my_cost += share.cost;
+    }
+    const int count = b - first;
+    --b;
+    total = ScanOverThreads<kThreads>(my_cost, &my_begin);
+    if (facts.even.units > 0) {
+      all_even = __syncthreads_and(count == 0 || (share.cost * batch == total && share.cost * count == my_cost));
+    }
+  }
+  const WorkList list(total, static_cast<int>(gridDim.x), facts.even, all_even);
 
   // Slots of this block that no part will claim say so; slots of other parts are set when their part is.
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0 && !clustered) {
+    shared.list = list;
     if (blockIdx.x == 0) *workspace.slots_in_use = fixed_parts ? list.total : 2 * static_cast<int64_t>(gridDim.x);
     if (!fixed_parts) workspace.info[2 * blockIdx.x] = workspace.info[2 * blockIdx.x + 1] = SlotInfo{};
   }
 
-  if (block < list.blocks) {
-    int64_t position = list.Begin(block);
-    const int64_t end = list.Begin(block + 1);
+  if (clustered || block < list.blocks) {
+    int64_t position = 0, end = 1;
+    if (!clustered) list.Range(block, facts.even, &position, &end);
     // The first part's sequence is found by the thread that has it, which has seen its last sequence last. The next
     // ones are found by thread 0, which goes on from there.
-    bool finds = position >= my_begin && position - my_begin < my_cost, moves = true;
+    bool finds = clustered ? threadIdx.x == 0 : position >= my_begin && position - my_begin < my_cost, moves = true;
     int64_t offset = position - (my_begin + my_cost - share.cost);
     while (position < end) {
       if (finds) {
-        while (offset < 0 || offset >= share.cost) {
+        while (!clustered && (offset < 0 || offset >= share.cost)) {
           const bool back = offset < 0;
           if (!back) offset -= share.cost;
           b += back ? -1 : 1;
@@ -204,7 +293,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         shared.offset = offset;
         if (moves) {
           shared.share = share;
-          if (facts.plain) {
+          if (share.cost == 0) {
+            // A cluster without work.
+          } else if (facts.plain) {
             ViewPlain(params, share, KeysOf(facts, share.kv_len), &shared.view, &shared.blocks);
           } else {
             ViewAny(params, b, share.q_len, &shared.view, &shared.blocks);
@@ -215,11 +306,20 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       share = shared.share;
       b = shared.b;
       offset = shared.offset;
-      const int unit = static_cast<int>(Divide(offset, share.parts));
-      const int within = static_cast<int>(offset - int64_t{unit} * share.parts);
-      const int first_block = fixed_parts ? within * share.part_blocks : within;
-      const int num_blocks = static_cast<int>(
-          min(int64_t{share.blocks} - first_block, fixed_parts ? int64_t{share.part_blocks} : end - position));
+      int unit, within, first_block, num_blocks;
+      if (clustered) {
+        const unsigned peers = 1u << facts.cluster_shift, rank = blockIdx.x & (peers - 1), blocks = share.blocks;
+        unit = static_cast<int>(blockIdx.x >> facts.cluster_shift);
+        within = first_block = static_cast<int>(blocks * rank >> facts.cluster_shift);
+        num_blocks = static_cast<int>(blocks * (rank + 1) >> facts.cluster_shift) - first_block;  // may be 0
+        if (int64_t{unit} * share.parts >= share.cost) break;  // the sequence has fewer rows than it could
+      } else {
+        unit = static_cast<int>(Divide(offset, share.parts));
+        within = static_cast<int>(offset - int64_t{unit} * share.parts);
+        first_block = fixed_parts ? within * share.part_blocks : within;
+        num_blocks = static_cast<int>(
+            min(int64_t{share.blocks} - first_block, fixed_parts ? int64_t{share.part_blocks} : end - position));
+      }
       const int tile = unit < heads ? 0 : unit / heads, head = unit - tile * heads, first_row = tile * kRows;
       const int rows = min(share.q_len * group - first_row, kRows);
 
@@ -276,6 +376,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         __syncthreads();  // the rings take the query's place, and the new rows are in the cache
       });
       __syncthreads();  // the rings become the exchange buffer
+      if (clustered) ArriveAtCluster();
       mainloop.Publish();
       // Read once more: registers were the mainloop's. Before the barrier: then the next sequence may take its place.
       share = shared.share;
@@ -283,15 +384,17 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       offset = shared.offset;
       __syncthreads();
 
-      const bool whole = num_blocks == share.blocks;
+      const bool whole = num_blocks == share.blocks && !clustered;
+      const ClusterMerge<Traits> cluster(facts, shared, rows);
+      if (clustered) WaitForCluster();  // for the others' memory
       const int64_t slot = fixed_parts ? position : 2 * static_cast<int64_t>(blockIdx.x) + (within == 0 ? 1 : 0);
       float* partial = workspace.data + slot * kSlotFloats<kRows, kDim>;
-      if (threadIdx.x == 0 && !whole) {
+      if (threadIdx.x == 0 && !whole && !clustered) {
         SlotInfo info = {0, rows, share.first_token, head, first_row};
         if (within == 0 && fixed_parts) {
           info.parts = share.parts;
         } else if (within == 0) {
-          info.parts = list.BlockOf(position + share.blocks - 1) - block + 1;
+          info.parts = shared.list.BlockOf(position + share.blocks - 1) - block + 1;
         }
         workspace.info[slot] = info;
       }
@@ -310,11 +413,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
           x = {x.x + weight * o.x, x.y + weight * o.y, x.z + weight * o.z, x.w + weight * o.w};
         }
         if (whole) {
-          const RowEnd end_of_row = EndRow(max, sum, params.score.sinks, shared.rows.head[row]);
-          const int64_t out_row = shared.rows.token[row] * params.num_heads + shared.rows.head[row];
-          const float f = end_of_row.factor;
-          StoreFour<E>(params.out, params.out_dtype, out_row * kDim + d, {x.x * f, x.y * f, x.z * f, x.w * f});
-          if (d == 0) params.lse[out_row] = end_of_row.lse;
+          FinishQuad<E, kDim>(params, shared.rows.token[row], shared.rows.head[row], d, max, sum, x);
+        } else if (clustered) {
+          cluster.Send(i, x, max, sum);
         } else {
           *reinterpret_cast<float4*>(partial + row * kDim + d) = x;
           if (d == 0) {
@@ -322,6 +423,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
             partial[kRows * kDim + kRows + row] = sum;
           }
         }
+      }
+      if (clustered) {
+        ArriveAtCluster();
+        WaitForCluster();
+        cluster.Finish(params);
+        break;
       }
       const int taken = fixed_parts ? 1 : num_blocks;
       position += taken;
@@ -382,12 +489,8 @@ __global__ void __launch_bounds__(kMergeThreads)
       for (int g = 1; g < min(kGroups, info.parts); ++g) all.Add(s_state[g].x, s_state[g].y, s_x[g][lane]);
       const int r = info.first_row + row, token = r < facts.group ? 0 : r / facts.group;
       const int head = info.head * facts.group + (r - token * facts.group);
-      const int64_t out_row = (int64_t{info.first_token} + token) * params.num_heads + head;
-      const RowEnd end = EndRow(all.max, all.sum, params.score.sinks, head);
-      const float f = end.factor;
-      StoreFour<typename Traits::E>(params.out, params.out_dtype, out_row * kDim + lane * 4,
-                                    {all.x.x * f, all.x.y * f, all.x.z * f, all.x.w * f});
-      if (lane == 0) params.lse[out_row] = end.lse;
+      FinishQuad<typename Traits::E, kDim>(params, int64_t{info.first_token} + token, head, lane * 4, all.max, all.sum,
+                                           all.x);
     }
     __syncthreads();  // before the next unit's
   }

@@ -30,6 +30,7 @@ inline CallFacts FactsOf(const PagedAttentionParams& params) {
   while (int64_t{1} << facts.page_shift < cache.page_size) ++facts.page_shift;
   facts.layers = static_cast<unsigned>(std::min(cache.num_layers, kIds));
   facts.pages = static_cast<unsigned>(std::min(cache.num_pages, kIds));
+  facts.cluster_shift = -1;
   facts.plain =
       seqs.prefix_len == nullptr && seqs.cp_rank == nullptr && seqs.cp_size == 1 && params.score.window == nullptr;
   facts.same_rope = SameRope(params.prologue.rope, params.append.rope);
@@ -59,7 +60,29 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   if (blocks == 0 || std::max(params.seqs.batch, most_rows) > INT_MAX - Traits::kThreads) {
     return cudaErrorInvalidConfiguration;
   }
-  const CallFacts facts = FactsOf(params);
+  CallFacts facts = FactsOf(params);
+  if (params.plan.decode_cluster > 0 && major == 9) {
+    const int cluster = params.plan.decode_cluster;
+    cudaLaunchAttribute of_cluster;
+    of_cluster.id = cudaLaunchAttributeClusterDimension;
+    of_cluster.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(params.plan.decode_units * cluster));
+    config.blockDim = dim3(Traits::kThreads);
+    config.dynamicSmemBytes = kBytes;
+    config.stream = stream;
+    config.attrs = &of_cluster;
+    config.numAttrs = 1;
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    int clusters = 0;
+    if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+    if (error != cudaSuccess) return error;
+    if (clusters >= params.plan.decode_units) {
+      while (1 << (facts.cluster_shift + 1) <= cluster) ++facts.cluster_shift;
+      return cudaLaunchKernelEx(&config, kernel, params, facts);
+    }
+  }
+  if (!params.batch_invariant) facts.even = EvenCut::Of(params.seqs.batch * params.cache.num_kv_heads, blocks);
   kernel<<<blocks, Traits::kThreads, kBytes, stream>>>(params, facts);
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
@@ -72,7 +95,8 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  const int64_t rows = static_cast<int64_t>(facts.decode_q_len) * facts.group;
+  const int64_t q_len = params.seqs.uniform_q_len > 0 ? params.seqs.uniform_q_len : facts.decode_q_len;
+  const int64_t rows = q_len * facts.group;
   config.gridDim = dim3(static_cast<unsigned>(merging), static_cast<unsigned>(std::min<int64_t>(rows, Traits::kRows)));
   config.blockDim = dim3(kMergeThreads);
   config.stream = stream;

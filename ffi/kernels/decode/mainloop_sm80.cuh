@@ -49,6 +49,16 @@ struct WarpResults {
   float sum[kWarps][Traits::kRows];
 };
 
+// What the blocks of a cluster send each other: [part][quads of four columns that the block finishes], rows with one
+// more quad than that, so that parts lie in different banks.
+constexpr int kMaxCluster = 16;
+template <class Traits>
+struct ClusterParts {
+  static constexpr int kQuads = Traits::kRows * Traits::kDim / 4 + kMaxCluster;
+  float4 x[kQuads];
+  float2 state[kQuads];  // max, sum
+};
+
 // A row of the query tile against codes: the tile holds query / unit in fp16.
 template <int kRows>
 struct CodeQuery {
@@ -77,11 +87,15 @@ struct SharedSm80 {
 
   union {
     RingSm80<Traits> rings[kWarps];
-    WarpResults<Traits> results;
+    struct {
+      WarpResults<Traits> results;
+      alignas(16) ClusterParts<Traits> parts;
+    };
   };
   alignas(128) typename Traits::E query_apart[kQueryInRing ? 8 : kQueryElements];
   TileRows<Traits::kRows> rows;
   CodeQuery<Traits::kQuantised ? Traits::kRows : 1> code_query;
+  WorkList list;
   // The sequence that is worked on, and where in its share.
   int b;
   int64_t offset;

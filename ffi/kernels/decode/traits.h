@@ -5,6 +5,7 @@
 #include "core/params.h"
 #include "kernels/common/chunk.cuh"
 #include "kernels/decode/tiles.h"
+#include "kernels/decode/work_list.h"
 
 namespace turboattn::decode {
 
@@ -16,8 +17,10 @@ struct CallFacts {
   int max_keys;            // M * P, as far as kv_lens can reach
   int page_shift;          // P = 2^page_shift
   unsigned layers, pages;  // L and N, as far as an int32 can name them
-  bool plain;              // the keys are [0, kv_len), and nothing but causality and a tree hides any
-  bool same_rope;          // of the query and of new keys
+  int cluster_shift;       // a cluster of 2^cluster_shift blocks has a unit to itself; -1: the blocks share a list
+  EvenCut even;
+  bool plain;      // the keys are [0, kv_len), and nothing but causality and a tree hides any
+  bool same_rope;  // of the query and of new keys
 };
 
 // kRowTile: (token, head of the group) rows of a unit, 8 or 16: the columns of n8 tiles.

@@ -9,22 +9,89 @@
 
 namespace turboattn::decode {
 
-// `total` places over as many blocks of the grid as have one, the first `left` of which have one more than the others.
-// 64 bits: ranges that overlap claim rows again and again.
+// How a grid would be cut over `units` units of one length, before that length is known. Without divisions on the
+// device, whose instructions a block would wait for at its start.
+struct EvenCut {
+  static constexpr int64_t kMaxUnit = int64_t{1} << 22;  // places; Fraction() is exact for them, of up to 2^10 blocks
+
+  int units = 0;        // 0: too many, or not asked for
+  int chunks;           // of block_units units each, but for the last
+  int block_units;      // of a block. 1: ...
+  int unit_blocks;      // ... a unit has so many blocks, if it has as many places
+  uint32_t reciprocal;  // of unit_blocks, times 2^32 and rounded up
+  uint32_t inverse;     // of units / 2^shift, an odd number, modulo 2^32
+  int shift;
+
+  static EvenCut Of(int64_t units, int grid) {
+    EvenCut cut = {};
+    if (units == 0 || units > (1 << 30) || grid > 1024) return cut;
+    cut.units = static_cast<int>(units);
+    cut.block_units = (cut.units + grid - 1) / grid;
+    cut.chunks = (cut.units + cut.block_units - 1) / cut.block_units;
+    cut.unit_blocks = cut.units <= grid ? grid / cut.units : 1;
+    if (cut.chunks * cut.unit_blocks < grid - grid / 16) return {};  // too few blocks would have work
+    cut.reciprocal = static_cast<uint32_t>(((int64_t{1} << 32) + cut.unit_blocks - 1) / cut.unit_blocks);
+    while ((units >> cut.shift) % 2 == 0) ++cut.shift;
+    const uint32_t odd = static_cast<uint32_t>(units >> cut.shift);
+    cut.inverse = odd;  // right in 3 bits, and each step doubles them
+    for (int step = 0; step < 4; ++step) cut.inverse *= 2 - odd * cut.inverse;
+    return cut;
+  }
+  // total / units, which leaves no rest.
+  TA_HD uint32_t Unit(uint32_t total) const { return (total >> shift) * inverse; }
+  // x / unit_blocks, rounded down.
+  TA_HD uint32_t Fraction(uint32_t x) const {
+    return unit_blocks == 1 ? x : static_cast<uint32_t>(uint64_t{x} * reciprocal >> 32);
+  }
+};
+
+// `total` places over as many blocks of the grid as have one. Each chunk_blocks blocks share `chunk` places, the first
+// `left` of them have one more than the others. 64 bits: ranges that overlap claim rows again and again.
 struct WorkList {
   int64_t total;
   int blocks;  // that have work
+  int64_t chunk;
+  int chunk_blocks;
   int64_t each;
   int left;
 
-  TA_HD WorkList(int64_t total, int grid) : total(total), blocks(total < grid ? static_cast<int>(total) : grid) {
+  // One chunk, or where all of the cut's units are equally long, whole units a block or whole blocks a unit: no block
+  // then has parts of two units, whose starts and ends cost more than a place or two. Not where the longest block would
+  // have a sixteenth more places, and one.
+  TA_HD WorkList(int64_t total, int grid, const EvenCut& cut, bool all_even) : total(total) {
+    if (all_even && total > 0 && total <= INT32_MAX) {
+      const uint32_t unit = cut.Unit(static_cast<uint32_t>(total));
+      const uint32_t unit_blocks = static_cast<uint32_t>(cut.unit_blocks);
+      chunk_blocks = static_cast<int>(unit < unit_blocks ? unit : unit_blocks);
+      blocks = cut.chunks * chunk_blocks;
+      chunk = int64_t{unit} * cut.block_units;
+      each = unit < unit_blocks ? 1 : cut.block_units > 1 ? chunk : cut.Fraction(unit);
+      left = static_cast<int>(chunk - each * chunk_blocks);
+      const int64_t longest = each + (left > 0 ? 1 : 0);
+      if (unit < EvenCut::kMaxUnit && (longest - longest / 16 - 1) * grid <= total) return;
+    }
+    blocks = total < grid ? static_cast<int>(total) : grid;
+    chunk = total;
+    chunk_blocks = blocks;
     each = blocks == 0 ? 0 : Divide(total, blocks);
     left = static_cast<int>(total - each * blocks);
   }
-  TA_HD int64_t Begin(int block) const { return block * each + (block < left ? block : left); }
+
+  // The places of one of its blocks.
+  TA_HD void Range(int block, const EvenCut& cut, int64_t* begin, int64_t* end) const {
+    const int c = block < chunk_blocks              ? 0
+                  : chunk_blocks == cut.unit_blocks ? static_cast<int>(cut.Fraction(static_cast<uint32_t>(block)))
+                                                    : block / chunk_blocks;
+    const int r = block - c * chunk_blocks;
+    const int64_t first = c * chunk + r * each + (r < left ? r : left), last = first + each + (r < left ? 1 : 0);
+    *begin = first;
+    *end = last < total ? last : total;
+  }
   TA_HD int BlockOf(int64_t place) const {
+    const int64_t c = place < chunk ? 0 : Divide(place, chunk), within = place - c * chunk;
     const int64_t longer = left * (each + 1);  // places of the blocks that have one more
-    return static_cast<int>(place < longer ? Divide(place, each + 1) : left + Divide(place - longer, each));
+    const int64_t r = within < longer ? Divide(within, each + 1) : left + Divide(within - longer, each);
+    return static_cast<int>(c * chunk_blocks + r);
   }
 };
 
