@@ -24,17 +24,14 @@
 namespace turboattn::prefill {
 
 constexpr int kCluster = 2;
-constexpr int kMaxTurns = 5 * kWarp;  // workers that TurnsSm90 can tell apart
 
 // Which tiles a block takes: TileWalkSm90.
 struct ScheduleSm90 {
   int cluster = 1;        // or kCluster: blocks that take tiles next to each other and copy their keys together
   int64_t workers = 0;    // clusters of the grid
-  int64_t items = 0;      // what they share out: units of a tile for each block
-  int section = 1;        // uniform calls: (sequence, kv head) pairs that are taken together
-  bool in_turns = false;  // uniform calls: TurnsSm90 says whose unit is whose
-  int last_section = 0;
-  int start_cost = 0, unit_cost = 0;  // of any unit, and for each unit that it is longer than
+  int64_t items = 0;      // what they share out: units of a tile for each block, or pairs of units
+  int64_t section = 1;    // uniform calls: (sequence, kv head) pairs that are taken together
+  bool in_pairs = false;  // uniform calls: an item is a long unit and the short one that makes up for it
   int64_t parts = 0;      // of tiles that the workspace holds; 0: keys stay whole
   int sms = 0;            // that work on parts
 };
@@ -479,9 +476,11 @@ struct ConsumerSm90 {
 
   // ---- scores
 
-  // The keys of a block that lie on mapped pages, in groups of 8. Read while products run.
+  // The keys of a block that lie on mapped pages, in groups of 8. Read while products run, and by the lane that arrives
+  // for its warp: compute-sanitizer does not follow the others.
   __device__ __forceinline__ uint32_t MappedKeys() const {
-    return kPaged ? shared.mapped[key_slot.index] : kAllMapped;
+    if constexpr (!kPaged) return kAllMapped;
+    return __shfl_sync(~0u, lane == 0 ? shared.mapped[key_slot.index] : 0u, 0);
   }
 
   // Of the keys 8 n + e, bit 2 n + e: those below `end`.
@@ -655,7 +654,7 @@ struct ConsumerSm90 {
   __device__ __forceinline__ bool NextIsMapped() {
     if constexpr (!kPaged) return true;
     WaitKeys();
-    return __all_sync(~0u, MappedKeys() == kAllMapped);
+    return MappedKeys() == kAllMapped;
   }
 
   // From the probabilities of the block before to those of `block`; the products of that one's values go under softmax
