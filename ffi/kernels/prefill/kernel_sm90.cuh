@@ -222,6 +222,30 @@ struct TileWalkSm90 {
   }
 };
 
+// Whether every page of the tile's keys is mapped. By one warp.
+template <class Traits>
+__device__ bool AllMapped(const LinearAttentionParams&, const TileSm90<Traits>&) {
+  return true;
+}
+template <class Traits>
+__device__ bool AllMapped(const PagedAttentionParams& params, const TileSm90<Traits>& tile) {
+  const KvCache& cache = params.cache;
+  const int32_t layer = params.seqs.layer[tile.b];
+  const int page_size = static_cast<int>(cache.page_size);
+  bool mapped = true;
+#pragma unroll 1
+  for (int run = 0; run < kRuns; ++run) {
+    const RunRange seen = tile.blocks.seen[run];
+    const PagedKeys keys = KeysOf(params, tile.b, tile.head, run);
+#pragma unroll 4
+    for (int64_t j = (seen.lo & -page_size) + int64_t{page_size} * (threadIdx.x % kWarp); j < seen.hi;
+         j += int64_t{page_size} * kWarp) {
+      mapped = mapped && PageOf(cache, layer, keys.Entry(static_cast<int>(j))) != kUnmapped;
+    }
+  }
+  return __all_sync(~0u, mapped);
+}
+
 // Four words of each lane of a quad, transposed: word j of lane c becomes word c of lane j.
 __device__ __forceinline__ uint4 TransposeQuad(uint4 w) {
   const int lane = threadIdx.x % kWarp;
@@ -363,6 +387,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
           for (int r = threadIdx.x % kWarp; r < Traits::kRows; r += kWarp) {
             FillTileRow<Traits::kRows>(params, tile.view, tile.head, tile.first_row, tile.num_rows, r, &tile.rows);
           }
+          const bool mapped = AllMapped(params, tile);
+          if (threadIdx.x % kWarp == 0) tile.all_mapped = mapped;
         }
         Arrive(&shared.rows_full[slot.index]);
         if (last) break;

@@ -652,7 +652,6 @@ struct ConsumerSm90 {
     return ::max(block - (first_key - common.lo) / kKeys, ::max(tile.begin, run == 0 ? 0 : blocks.count[0]));
   }
   __device__ __forceinline__ bool NextIsMapped() {
-    if constexpr (!kPaged) return true;
     WaitKeys();
     return MappedKeys() == kAllMapped;
   }
@@ -716,10 +715,11 @@ struct ConsumerSm90 {
     ModifyAndMask(tile, block, mapped);
     Softmax();
     PackProbabilities();
+    const bool all_mapped = !kPaged || tile.all_mapped;
     while (block > begin) {
       const int plain_from = PlainFrom(tile, block - 1);
 #pragma unroll 1
-      while (block > plain_from && NextIsMapped()) Step<true>(tile, --block, begin);
+      while (block > plain_from && (all_mapped || NextIsMapped())) Step<true>(tile, --block, begin);
       if (block > begin) Step<false>(tile, --block, begin);
     }
     WaitValues();

@@ -1,7 +1,7 @@
-// Values of Inf and NaN on Hopper. Times a probability of 0 they would reach rows that do not see their key. So they are
-// taken out of the tiles of V before consumers have these, wherever a row may not see all of a block, and are added to
-// the rows that see them in memory, after these have been stored. Rare and slow. Consumers have no code for it in their
-// loop, where it cost 5 % of their cycles though it never ran.
+// Values of Inf and NaN on Hopper. Times a probability of 0 they would reach rows that do not see their key. So they
+// are taken out of the tiles of V before consumers have these, wherever a row may not see all of a block, and are added
+// to the rows that see them in memory, after these have been stored. Rare and slow. Consumers have no code for it in
+// their loop, where it cost 5 % of their cycles though it never ran.
 #ifndef TURBOATTN_KERNELS_PREFILL_NON_FINITE_SM90_CUH_
 #define TURBOATTN_KERNELS_PREFILL_NON_FINITE_SM90_CUH_
 
@@ -102,8 +102,8 @@ __device__ __noinline__ void AddNonFinite(const Params& params, const TileSm90<T
         uint32_t pairs[kPerWord / 2] = {};
         bool odd = false;
         if (w < kRowBytes / 4) {
-          const uint32_t word = reinterpret_cast<const uint32_t*>(static_cast<const char*>(ValueArray(params)) +
-                                                                  row * kRowBytes)[w];
+          const uint32_t word =
+              reinterpret_cast<const uint32_t*>(static_cast<const char*>(ValueArray(params)) + row * kRowBytes)[w];
           if constexpr (Traits::kQuantised) {
             Codes::template Neighbours<true>(word, scale, pairs);
           } else {

@@ -24,9 +24,10 @@ struct TileSm90 {
   int64_t b;                        // sequence
   int64_t head;                     // kv head
   int64_t first_row;
-  int num_rows;    // 0: the unit has no tile for this block
-  bool last;       // there is no tile here, and none will come
-  int non_finite;  // not 0: values that some row may see have been taken out, see AddNonFinite()
+  int num_rows;     // 0: the unit has no tile for this block
+  bool last;        // there is no tile here, and none will come
+  bool all_mapped;  // all pages with keys that some row of the tile sees
+  int non_finite;   // not 0: values that some row may see have been taken out, see AddNonFinite()
   TileRows<Traits::kRows> rows;
 };
 
