@@ -181,7 +181,8 @@ __device__ bool Seek(const PagedAttentionParams& params, const CallFacts& facts,
   return true;
 }
 
-// How a block's threads find its part of the list together: each has a few sequences that follow each other, mostly one.
+// How a block's threads find its part of the list together: each has a few sequences that follow each other, mostly
+// one.
 template <class Traits>
 struct ListSearch {
   int b = 0;         // the thread's last sequence
@@ -214,11 +215,11 @@ struct ListSearch {
 
 // An entry of a schedule, as a decode block reads it: it may hold anything.
 struct alignas(16) ScheduledPart {
-  int grid;   // the blocks that it was made for; 0: it says nothing
-  int count;  // of the block's places in the list
+  int grid;                        // the blocks that it was made for; 0: it says nothing
+  int count;                       // of the block's places in the list
   int b, offset;                   // the first one's sequence, and where in its share it is
   int first_token, q_len, kv_len;  // of that sequence
-  int parts;  // of the last place's unit, if it begins in this block: blocks that have some of it
+  int parts;                       // of the last place's unit, if it begins in this block: blocks that have some of it
 };
 static_assert(sizeof(ScheduledPart) == kScheduleInts * sizeof(int32_t));
 

@@ -95,7 +95,8 @@ struct SharedSm80 {
   alignas(128) typename Traits::E query_apart[kQueryInRing ? 8 : kQueryElements];
   TileRows<Traits::kRows> rows;
   CodeQuery<Traits::kQuantised ? Traits::kRows : 1> code_query;
-  // Of the unit that begins in the block and goes on in the next: how many blocks have a part, or 0, and the list says it.
+  // Of the unit that begins in the block and goes on in the next: how many blocks have a part, or 0, and the list says
+  // it.
   int last_parts;
   WorkList list;
   // The sequence that is worked on, and where in its share.

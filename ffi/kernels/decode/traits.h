@@ -20,8 +20,8 @@ struct CallFacts {
   int cluster_shift;       // a cluster of 2^cluster_shift blocks has a unit to itself; -1: the blocks share a list
   EvenCut even;
   const int32_t* schedule;  // null: each block finds its part of the list itself
-  bool plain;      // the keys are [0, kv_len), and nothing but causality and a tree hides any
-  bool same_rope;  // of the query and of new keys
+  bool plain;               // the keys are [0, kv_len), and nothing but causality and a tree hides any
+  bool same_rope;           // of the query and of new keys
 };
 
 // kRowTile: (token, head of the group) rows of a unit, 8 or 16: the columns of n8 tiles.
