@@ -181,8 +181,7 @@ __device__ bool Seek(const PagedAttentionParams& params, const CallFacts& facts,
   return true;
 }
 
-// How a block's threads find its part of the list together: each has a few sequences that follow each other, mostly
-// one.
+// How a block finds its part of the list: each thread has a few sequences that follow each other, mostly one.
 template <class Traits>
 struct ListSearch {
   int b = 0;         // the thread's last sequence
@@ -392,6 +391,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       if (!found) b = -1;
       shared.b = b;
       shared.offset = offset;
+      shared.position = position;
+      shared.end = end;
       if (moves) {
         shared.share = share;
         if (share.cost == 0) {
@@ -484,6 +485,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     share = shared.share;
     b = shared.b;
     offset = shared.offset;
+    position = shared.position;
+    end = shared.end;
     __syncthreads();
 
     const bool whole = num_blocks == share.blocks && !clustered;
@@ -496,9 +499,8 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       if (within == 0 && fixed_parts) {
         info.parts = share.parts;
       } else if (within == 0) {
-        const int scheduled_parts = shared.last_parts;
-        info.parts =
-            scheduled_parts > 0 ? scheduled_parts : shared.list.BlockOf(position + share.blocks - 1) - block + 1;
+        const int parts = shared.last_parts;
+        info.parts = parts > 0 ? parts : shared.list.BlockOf(position + share.blocks - 1) - block + 1;
       }
       workspace.info[slot] = info;
     }

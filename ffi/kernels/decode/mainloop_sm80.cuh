@@ -95,12 +95,11 @@ struct SharedSm80 {
   alignas(128) typename Traits::E query_apart[kQueryInRing ? 8 : kQueryElements];
   TileRows<Traits::kRows> rows;
   CodeQuery<Traits::kQuantised ? Traits::kRows : 1> code_query;
-  // Of the unit that begins in the block and goes on in the next: how many blocks have a part, or 0, and the list says
-  // it.
-  int last_parts;
   WorkList list;
-  // The sequence that is worked on, and where in its share.
-  int b;
+  int last_parts;  // of the unit that goes on in the next block, if it begins in this one; 0: the list says it
+  // The place that is worked on, where the block's end, the sequence, and where in its share.
+  int64_t position, end;
+  int b;  // -1: there is none
   int64_t offset;
   Share share;
   SequenceView view;
