@@ -107,7 +107,10 @@ def check(axis_type, dtype):
     # manual: shard_map with its check of varying values
     heads = jax.tree.map(lambda x: P(None, "tp"), cache)
     mapped = jax.shard_map(
-        lambda q, c: ta.paged_decode(q, c, table, lens, plan=ta.make_plan(q, c, table, lens, None)), mesh=mesh, in_specs=(P(None, "tp"), heads), out_specs=P(None, "tp")
+        lambda q, c: ta.paged_decode(q, c, table, lens, plan=ta.make_plan(q, c, table, lens, None)),
+        mesh=mesh,
+        in_specs=(P(None, "tp"), heads),
+        out_specs=P(None, "tp"),
     )
     close(mapped(q, cache), ta.paged_decode(q, cache, table, lens))
     replicated_query = jax.shard_map(

@@ -137,7 +137,8 @@ def calls(implementation: str) -> dict[str, Callable]:
 
     def planned(function, cache, index, named):
         """With a plan of which some words are wild. Those that say what grid it is for stay: else nothing reads it."""
-        plan = ta.make_plan(query[:B], cache, **{"q_offsets": None} | take(named, *(n for n in paged if n in named)), **common)
+        arguments = dict(q_offsets=None) | {n: x for n, x in named.items() if n in paged}
+        plan = ta.make_plan(query[:B], cache, **arguments, **common)
         parts = plan.data.reshape(-1, *PLAN_WORDS)
         kept = index["plan_kept"].at[:, 0].set(True)
         plan = dataclasses.replace(plan, data=jnp.where(kept, parts, index["plan"]).reshape(plan.data.shape))

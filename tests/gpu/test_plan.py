@@ -150,7 +150,17 @@ def test_a_plan_of_other_lengths_stores_nothing():
 
 STEPS = [s for s in cases.SPECS if s.op in ("paged_attention", "paged_attention_step") and s.T <= s.B]
 SPECS = [s for s in cases.SPECS if s.op == "paged_decode"] + STEPS
-ONLY_STEP = {"key", "value", "query_bias", "key_bias", "value_bias", "rope", "rope_base", "positions", "read_only_pages"}
+ONLY_STEP = {
+    "key",
+    "value",
+    "query_bias",
+    "key_bias",
+    "value_bias",
+    "rope",
+    "rope_base",
+    "positions",
+    "read_only_pages",
+}
 ONLY_STEP |= {"logn", "logn_zero_based"}
 
 
