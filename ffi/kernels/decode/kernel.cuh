@@ -225,7 +225,9 @@ static_assert(sizeof(ScheduledPart) == kScheduleInts * sizeof(int32_t));
 // The schedule of a grid of `grid` blocks: a block for each entry, those past the grid too.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads)
-    PlanSm80(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts facts, int grid) {
+    PlanSm80(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts call, int grid) {
+  CallFacts facts = call;
+  facts.plain = true;  // no other calls have a schedule: ViewAny is left out
   const ListSearch<Traits> mine(params, facts);
   const WorkList list(mine.total, grid, facts.even, mine.all_even);
   const int block = static_cast<int>(blockIdx.x);
