@@ -4,6 +4,7 @@ The common cases have too few kv heads for either. A page table of more columns,
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -41,20 +42,24 @@ def pool(lens, kv_heads, dim, kv_dtype=jnp.bfloat16):
 
 
 def check(query, cache, table, lens, **how):
-    """The values of `xla`, and the same bits again. Returns the result."""
-    call = jax.jit(
-        lambda table, implementation: ta.paged_decode(
-            query, cache, table, jnp.array(lens, jnp.int32), return_residual=True, implementation=implementation, **how
-        ),
-        static_argnums=1,
-    )
-    out, lse = (np.asarray(x, np.float32) for x in call(table, "cuda"))
-    for again, first in zip(call(table, "cuda"), (out, lse), strict=True):
+    """The values of `xla`, and the same bits again. Returns the call and its result."""
+
+    def call(query, cache, table, implementation):
+        lengths = jnp.array(lens, jnp.int32)
+        return ta.paged_decode(query, cache, table, lengths, return_residual=True, implementation=implementation, **how)
+
+    compiled = jax.jit(functools.partial(call, query, cache, implementation="cuda"))
+    out, lse = (np.asarray(x, np.float32) for x in compiled(table))
+    for again, first in zip(compiled(table), (out, lse), strict=True):
         np.testing.assert_array_equal(np.asarray(again, np.float32), first)
-    expected, expected_lse = (np.asarray(x, np.float32) for x in call(table, "xla"))
+    with jax.default_device(jax.devices("cpu")[0]):  # the GPU's compiler would try out a minute of kernels for each
+        moved = jax.device_put((query, cache, table), jax.devices("cpu")[0])
+        expected, expected_lse = (
+            np.asarray(x, np.float32) for x in jax.jit(functools.partial(call, implementation="xla"))(*moved)
+        )
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=2e-3)
     np.testing.assert_allclose(out, expected, rtol=0, atol=0.02 * max(1, np.abs(expected).max()))
-    return call, out, lse
+    return compiled, out, lse
 
 
 ONE = dict(
@@ -93,7 +98,7 @@ def test_one_sequence(name, length):
     cache, table = pool([length], K, D, kv_dtype)
     call, out, lse = check(normal(9, 1, tokens, H, D), cache, table, [length], **case)
     far = jnp.pad(table, ((0, 0), (0, FAR)), constant_values=-1)
-    expected, expected_lse = (np.asarray(x, np.float32) for x in call(far, "cuda"))
+    expected, expected_lse = (np.asarray(x, np.float32) for x in call(far))
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-6, atol=1e-5)
     np.testing.assert_allclose(out, expected, rtol=0, atol=0.01 * max(1, np.abs(expected).max()))
 

@@ -31,7 +31,7 @@ struct ConverterSm90 {
   __device__ ConverterSm90(const Params& params, SharedSm90<Traits>& shared) : params(params), shared(shared) {}
 
   // A tile's blocks, from the last to the first.
-  __device__ void Run(const TileSm90<Traits>& tile) {
+  __device__ void Run(TileSm90<Traits>& tile) {
     Scale key_scale = {}, value_scale = {};  // fp8: of the head
     if constexpr (!kRowParams) {
       key_scale = Codes::MakeScale(HeadScale(params, params.cache.key_params, tile.b, tile.head));
@@ -51,13 +51,13 @@ struct ConverterSm90 {
             shared.codes.tile[code_slot.index])[SwizzledChunk<kStoredChunks>(row, chunk)];
       }
       const uint32_t mapped = shared.codes.mapped[code_slot.index];
+      const int block = values ? --value_block : --key_block;
+      const bool seen = tile.blocks.seen[tile.blocks.RunOf(block)].Holds(tile.blocks.FirstKey(block) + row);
       Scale scale = values ? value_scale : key_scale;
       if constexpr (kRowParams) {
         // Codes of unmapped pages are zeros, and so are to be the rows. What lies where no key is must not count: the
         // two ways of decoding round differently.
-        const int block = values ? --value_block : --key_block;
-        const bool exists = (mapped >> (row / 8) & 1u) != 0 &&
-                            tile.blocks.seen[tile.blocks.RunOf(block)].Holds(tile.blocks.FirstKey(block) + row);
+        const bool exists = (mapped >> (row / 8) & 1u) != 0 && seen;
         scale = UnpackRowScale<E>(exists ? shared.codes.row_params[code_slot.index][row] : 0u);
       }
       const bool saturates = __any_sync(~0u, Codes::MaySaturate(scale));
@@ -79,10 +79,10 @@ struct ConverterSm90 {
       } else {
         ConvertRow<false>(codes, scale, to);
       }
+      if (values && odd) TakeOutNonFinite(to, seen, &tile.non_finite);
       FenceAsyncProxy();
       __syncwarp();
       if (threadIdx.x % kWarp == 0) {
-        if (values) shared.codes.odd_values[slot.index][row / kWarp] = odd;
         Arrive(values ? &shared.value_full[slot.index] : &shared.key_full[slot.index]);
       }
       if (values) {
@@ -94,6 +94,18 @@ struct ConverterSm90 {
   }
 
  private:
+  // From this thread's row; see non_finite_sm90.cuh.
+  __device__ __forceinline__ void TakeOutNonFinite(E* tile, bool seen, int* non_finite) const {
+    bool found = false;
+#pragma unroll 1
+    for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
+      uint4& x = *reinterpret_cast<uint4*>(tile + PanelIndex<kKeys>(row, chunk * kChunk));
+      found = found || HasNonFinite<E>(x);
+      x = FiniteOrZero<E>(x);
+    }
+    if (found && seen) atomicOr(non_finite, 1);
+  }
+
   template <bool kSaturates>
   __device__ __forceinline__ void ConvertRow(const uint4 (&codes)[kStoredChunks], Scale scale, E* tile) const {
     constexpr int kPairs = Codes::kPerWord / 2;

@@ -95,13 +95,82 @@ __device__ SplitSm90 ChooseSplits(const PagedAttentionParams& params, const Sche
   return {blockIdx.x < schedule.sms ? all * splits : 0, splits, static_cast<int>(tiles)};
 }
 
+// The units of uniform causal calls, which have ever more keys: each goes to whichever worker would be the first to be
+// done with those before it. There is no counter in memory that workers could draw numbers from, so each works out for
+// all of them whose turn it is, some 70 cycles a unit, by a warp that has the time.
+//
+// Sections of (sequence, kv head) pairs, in a section the longest units of all its pairs first. The last section is
+// larger, so that what comes last is short.
+class TurnsSm90 {
+ public:
+  __device__ TurnsSm90(const ScheduleSm90& schedule, int pairs, int units)
+      : schedule_(schedule), pairs_(pairs), units_(units) {
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const uint32_t worker = k * kWarp + threadIdx.x % kWarp;
+      busy_[k] = worker < schedule.workers ? worker : ~0u;
+    }
+  }
+  // The worker's next unit: of pair pair(), level() units from the longest. False: there is none left.
+  __device__ bool Next(uint32_t worker) {
+    for (;;) {
+      while (column_ == width_) {
+        column_ = 0;
+        if (++level_ >= units_) {
+          first_ += width_;
+          const int left = pairs_ - first_, last = schedule_.last_section;
+          if (left <= 0) return false;
+          width_ = left <= last ? left : min(schedule_.section, left - last);
+          level_ = 0;
+        }
+        cost_ = min(schedule_.start_cost + (units_ - level_) * schedule_.unit_cost, kMaxCost) << kWorkerBits;
+      }
+      while (column_ < width_) {
+        ++column_;
+        if (Take() == worker) return true;
+      }
+    }
+  }
+  __device__ int level() const { return level_; }
+  __device__ int pair() const { return first_ + column_ - 1; }
+
+ private:
+  static constexpr int kEach = kMaxTurns / kWarp, kWorkerBits = 8, kMaxCost = 0xfffff;
+
+  // The least busy worker, who is now busier.
+  __device__ __forceinline__ uint32_t Take() {
+    uint32_t least = busy_[0];
+#pragma unroll
+    for (int k = 1; k < kEach; ++k) least = min(least, busy_[k]);
+    least = __reduce_min_sync(~0u, least);
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      if (busy_[k] == least) busy_[k] += cost_;
+    }
+    if (least >= 1u << 31) Rebase(least);
+    return least & ((1u << kWorkerBits) - 1);
+  }
+  // Counts from the least busy. Nobody is ahead of that one by more than a unit.
+  __device__ void Rebase(uint32_t least) {
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      if (busy_[k] != ~0u) busy_[k] -= least >> kWorkerBits << kWorkerBits;
+    }
+  }
+
+  const ScheduleSm90& schedule_;
+  const int pairs_, units_;
+  int first_ = 0, width_ = 0, level_ = INT_MAX - 1, column_ = 0;  // of the section, in it
+  uint32_t cost_ = 0;                                             // of a unit of this level
+  uint32_t busy_[kEach];  // of workers lane, lane + 32, ...: until when, then the worker; ~0: there is no such worker
+};
+
 // The tiles of a block, one after the other. One warp; all lanes hold the same.
 //
 // Where every sequence has the same number of rows: sections of (sequence, kv head) pairs one after the other, in a
-// section the tiles in descending order over all its pairs. That is longest first for causal calls, so that blocks end
-// together, and blocks that run side by side read the same keys. Elsewhere: by kv head and sequence, in descending
-// order. A worker takes item after item, as many apart as there are workers; in pairs, the tile from the end first,
-// then its mirror image.
+// section the tiles in descending order over all its pairs. So blocks that run side by side read the same keys. A worker
+// takes item after item, as many apart as there are workers; of causal calls those that are its turn. Elsewhere: by kv
+// head and sequence, in descending order.
 //
 // Where keys are cut in parts, an item is a part of a tile, and as many blocks as there are SMs share them out. All
 // tiles have been counted: ranges that overlap make no more.
@@ -109,12 +178,18 @@ template <class Traits, class Params>
 struct TileWalkSm90 {
   static constexpr int kRows = Traits::kRows;
   const ArgumentsSm90<Params>& args;
-  int64_t item = blockIdx.x / args.schedule.cluster;  // the next
-  bool mirrored = false;                              // in pairs: the item's second tile is the next
-  int64_t extra = 0;  // tiles past those of the schedule: ranges that overlap make more. See PrefillSm80
+  const int64_t worker = blockIdx.x / args.schedule.cluster;
+  int64_t item = worker;  // the next
+  int64_t extra = 0;      // tiles past those of the schedule: ranges that overlap make more. See PrefillSm80
   const SplitSm90& split;
+  TurnsSm90 turns;
 
-  __device__ TileWalkSm90(const ArgumentsSm90<Params>& args, const SplitSm90& split) : args(args), split(split) {}
+  __device__ TileWalkSm90(const ArgumentsSm90<Params>& args, const SplitSm90& split)
+      : args(args), split(split), turns(args.schedule, args.schedule.in_turns ? static_cast<int>(BatchOf(args.params) * KvHeadsOf(args.params)) : 0,
+              static_cast<int>(Units())) {}
+
+  // Of a sequence and kv head, in uniform calls.
+  __device__ int64_t Units() const { return Divide(args.params.max_tiles, max(BatchOf(args.params), int64_t{1})); }
 
   // The next tile, or one without rows when there is none left.
   __device__ void Next(TileSm90<Traits>* tile) {
@@ -142,16 +217,26 @@ struct TileWalkSm90 {
         break;
       }
       if (uniform > 0) {
-        const int64_t tiles = Divide(params.max_tiles, batch), levels = schedule.in_pairs ? (tiles + 1) / 2 : tiles;
-        const int64_t section = Divide(item, schedule.section * levels), first = section * schedule.section;
-        const int64_t rest = item - first * levels, width = min(schedule.section, batch * kv_heads - first);
-        const int64_t level = Divide(rest, width), pair = first + rest - level * width;
+        const int64_t units = Units();
+        int64_t level, pair;
+        if (schedule.in_turns) {
+          if (!turns.Next(static_cast<uint32_t>(worker))) {
+            item = split.items;
+            continue;
+          }
+          level = turns.level();
+          pair = turns.pair();
+        } else {
+          const int64_t section = Divide(item, schedule.section * units), first = section * schedule.section;
+          const int64_t rest = item - first * units, width = min(int64_t{schedule.section}, batch * kv_heads - first);
+          level = Divide(rest, width);
+          pair = first + rest - level * width;
+          item += schedule.workers;
+        }
         b = Divide(pair, kv_heads);
         head = pair - b * kv_heads;
-        index = mirrored ? level : tiles - 1 - level;
+        index = units - 1 - level;
         length = uniform;
-        mirrored = schedule.in_pairs && !mirrored && level != tiles - 1 - level;
-        if (!mirrored) item += schedule.workers;
         break;
       }
       head = Divide(item, params.max_tiles);
@@ -175,6 +260,7 @@ struct TileWalkSm90 {
       tile->first_row = first_row;
       tile->num_rows = rows;
       tile->last = false;
+      tile->non_finite = 0;
       const auto blocks_of = [&](int64_t begin, int64_t end) {
         const int64_t first_token = Divide(begin, group), last_token = Divide(end - 1, group);
         BlockList<Traits::kKeys> blocks(view, first_token, min(last_token, view.q_len - 1));
@@ -182,7 +268,10 @@ struct TileWalkSm90 {
         return blocks;
       };
       tile->blocks = blocks_of(first_row, first_row + rows);
-      for (int run = 0; run < kRuns; ++run) tile->unit_seen[run] = tile->blocks.seen[run];
+      for (int run = 0; run < kRuns; ++run) {
+        tile->unit_seen[run] = tile->blocks.seen[run];
+        tile->unit_common[run] = tile->blocks.common[run];
+      }
       tile->begin = 0;
       tile->end = tile->blocks.total();
       if (cluster > 1) SetUnit(tile, blocks_of(index * cluster * kRows, min((index + 1) * cluster * kRows, end_row)));
@@ -202,6 +291,7 @@ struct TileWalkSm90 {
       own.first[run] = unit.first[run];
       own.count[run] = unit.count[run];
       tile->unit_seen[run] = unit.seen[run];
+      tile->unit_common[run] = unit.common[run];
     }
   }
 
@@ -344,7 +434,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
       ProducerSm90<Traits, Params> producer(args, shared, warp == 1);
       for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
         WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
-        const TileSm90<Traits>& tile = shared.tiles[slot.index];
+        TileSm90<Traits>& tile = shared.tiles[slot.index];
         if (tile.last) break;
         producer.Load(tile);
         Arrive(&shared.tile_empty[slot.index]);
@@ -369,7 +459,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
       ConverterSm90<Traits, Params> converter(params, shared);
       for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
         WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
-        const TileSm90<Traits>& tile = shared.tiles[slot.index];
+        TileSm90<Traits>& tile = shared.tiles[slot.index];
         if (tile.last) break;
         converter.Run(tile);
         Arrive(&shared.tile_empty[slot.index]);
@@ -395,6 +485,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
       } else {
         StorePart<Traits>(params, tile, consumer);
       }
+      if (tile.non_finite != 0) AddNonFinite(params, tile, (warp - 4) * 16);
       Arrive(&shared.tile_empty[slot.index]);
     }
   }

@@ -121,37 +121,50 @@ int ChooseCluster(const Params& params) {
   return (room - tiles) * 10 < tiles ? kCluster : 1;
 }
 
-// in_pairs: for uniform calls.
 template <class Traits, class Params>
-ScheduleSm90 MakeSchedule(const Params& params, int cluster, bool in_pairs, int64_t workers) {
+ScheduleSm90 MakeSchedule(const Params& params, int cluster, int64_t workers) {
   ScheduleSm90 schedule;
   schedule.cluster = cluster;
-  const int64_t heads = KvHeadsOf(params), units = MaxUnits<Traits>(params, cluster), batch = BatchOf(params);
-  schedule.in_pairs = in_pairs;
-  schedule.items = in_pairs ? (units / batch + 1) / 2 * batch * heads : units * heads;
+  schedule.items = MaxUnits<Traits>(params, cluster) * KvHeadsOf(params);
   schedule.workers = std::min(workers, schedule.items);
   const int64_t head_bytes = std::max<int64_t>(MaxKeysOf(params), 1) * (Traits::kDim + Traits::kValueDim) * 2;
-  schedule.section = std::max<int64_t>(kSectionBytes / head_bytes, 1);
+  schedule.section = static_cast<int>(std::max<int64_t>(kSectionBytes / head_bytes, 1));
   return schedule;
 }
 
+// Costs in sixteenths of a block of keys, which takes 2,700 cycles; a tile's start and end together take as long as three.
+template <class Traits, class Params>
+void TakeTurns(const Params& params, ScheduleSm90* schedule) {
+  constexpr int kBlock = 16, kStart = 3 * kBlock;
+  const int64_t rows = schedule->cluster * Traits::kRows, group = params.num_heads / KvHeadsOf(params);
+  const int64_t units = MaxUnits<Traits>(params, schedule->cluster) / BatchOf(params);
+  schedule->in_turns = true;
+  schedule->start_cost = kStart;
+  schedule->unit_cost = static_cast<int>(kBlock * rows / (group * Traits::kKeys));
+  schedule->last_section = static_cast<int>((3 * schedule->workers + units) / (units + 1));  // twice what would do in theory leaves 1 %
+}
+
 // Uniform calls: blocks that stay, so that what a block does before and after its products is done beside those of the
-// tile before or after; causal ones take a long and a short tile in turn. Where such pairs are few, and of ranges,
-// whose lengths only the device knows, a block a tile: the hardware then evens their lengths out.
+// tile before or after; causal ones in turns. Where units are few, and of ranges, whose lengths only the device knows, a
+// block a tile: the hardware then evens their lengths out.
 template <class Traits, class Params>
 ScheduleSm90 ChooseSchedule(const Params& params, int sms) {
   const int64_t parts = MaxPartsOf(params);
   const int cluster = ChooseCluster<Traits>(params);
   if (UniformQueryLength(params) > 0 && BatchOf(params) > 0 && parts == 0) {
-    const int64_t workers = sms / cluster;
-    const ScheduleSm90 schedule = MakeSchedule<Traits>(params, cluster, params.score.is_causal, workers);
-    if (!schedule.in_pairs || schedule.items >= kItemsOfWorker * workers) return schedule;
+    const int64_t workers = std::min(sms, kMaxTurns) / cluster;
+    ScheduleSm90 schedule = MakeSchedule<Traits>(params, cluster, workers);
+    if (!params.score.is_causal) return schedule;
+    if (schedule.items >= kItemsOfWorker * workers && schedule.items <= INT_MAX) {
+      TakeTurns<Traits>(params, &schedule);
+      return schedule;
+    }
   }
   // Of ranges there may be far fewer tiles than MaxTiles, which counts one for the end of each sequence: blocks for the
   // full ones, which look for the others too.
   const int64_t full = QueryRows(params) * params.num_heads / Traits::kRows + sms;
   ScheduleSm90 schedule =
-      MakeSchedule<Traits>(params, cluster, false, UniformQueryLength(params) > 0 ? INT64_MAX : full / cluster);
+      MakeSchedule<Traits>(params, cluster, UniformQueryLength(params) > 0 ? INT64_MAX : full / cluster);
   if (parts > 0) {
     schedule.parts = parts;
     schedule.sms = sms;

@@ -17,19 +17,24 @@
 #include "kernels/common/query_tile.cuh"
 #include "kernels/common/score.cuh"
 #include "kernels/common/sequence.cuh"
+#include "kernels/prefill/non_finite_sm90.cuh"
+#include "kernels/prefill/tile_sm90.cuh"
 #include "kernels/prefill/traits.h"
 
 namespace turboattn::prefill {
 
 constexpr int kCluster = 2;
+constexpr int kMaxTurns = 5 * kWarp;  // workers that TurnsSm90 can tell apart
 
 // Which tiles a block takes: TileWalkSm90.
 struct ScheduleSm90 {
   int cluster = 1;        // or kCluster: blocks that take tiles next to each other and copy their keys together
   int64_t workers = 0;    // clusters of the grid
-  int64_t items = 0;      // what they share out: units of a tile for each block, or pairs of units
-  int64_t section = 1;    // uniform calls: (sequence, kv head) pairs that are taken together
-  bool in_pairs = false;  // uniform calls: an item is a long unit and the short one that makes up for it
+  int64_t items = 0;      // what they share out: units of a tile for each block
+  int section = 1;        // uniform calls: (sequence, kv head) pairs that are taken together
+  bool in_turns = false;  // uniform calls: TurnsSm90 says whose unit is whose
+  int last_section = 0;
+  int start_cost = 0, unit_cost = 0;  // of any unit, and for each unit that it is longer than
   int64_t parts = 0;      // of tiles that the workspace holds; 0: keys stay whole
   int sms = 0;            // that work on parts
 };
@@ -49,29 +54,11 @@ __device__ __forceinline__ int RankInCluster(const ScheduleSm90& schedule) {
   return blockIdx.x & (schedule.cluster - 1);
 }
 
-constexpr int64_t kWholeTile = -1;
-
 // What a block's warp that chooses tiles has found of parts.
 struct SplitSm90 {
   int64_t items;   // parts of all tiles
   int splits;      // parts of a tile; 1: keys stay whole
   int head_tiles;  // tiles of a kv head
-};
-
-template <class Traits>
-struct TileSm90 {
-  SequenceView view;
-  BlockList<Traits::kKeys> blocks;  // of the unit; seen and common are the tile's own
-  RunRange unit_seen[kRuns];        // what is copied of it: keys that some row of the unit sees
-  int unit_begin, unit_end;         // blocks to copy: all, or a part of them
-  int begin, end;                   // those of them to take in
-  int64_t part;                     // that the result is one of: a place in the workspace; kWholeTile: it goes to out
-  int64_t b;                        // sequence
-  int64_t head;                     // kv head
-  int64_t first_row;
-  int num_rows;  // 0: the unit has no tile for this block
-  bool last;     // there is no tile here, and none will come
-  TileRows<Traits::kRows> rows;
 };
 
 // Names of waits, for WaitBarrier().
@@ -85,6 +72,7 @@ enum WaitSm90 {
   kKeyEmpty,
   kValueFull,
   kValueEmpty,
+  kValueLanded,
   kCodesFull,
   kCodesEmpty
 };
@@ -101,7 +89,6 @@ struct CodeRingSm90<Traits, true> {
   alignas(16) uint32_t row_params[Traits::kCodeStages][kParams];  // garbage where a page is unmapped
   uint64_t full[Traits::kCodeStages], empty[Traits::kCodeStages];
   uint32_t mapped[Traits::kCodeStages];  // see SharedSm90
-  bool odd_values[Traits::kStages][4];   // of a V tile: a value of this quarter may not be finite
 };
 
 // Whether the i-th of `count` tiles of codes holds values. They are copied and converted in the order in which
@@ -120,6 +107,7 @@ struct SharedSm90 {
   uint64_t query_full, query_empty;
   uint64_t key_full[Traits::kStages], key_empty[Traits::kStages];
   uint64_t value_full[Traits::kStages], value_empty[Traits::kStages];
+  uint64_t value_landed[Traits::kStages];  // of blocks that are looked at before consumers get them
   uint64_t tile_full[kTiles], rows_full[kTiles], tile_empty[kTiles];
   uint32_t mapped[Traits::kStages];  // of a K tile: bit g: keys 8 g .. 8 g + 7 lie on a mapped page
   TileSm90<Traits> tiles[kTiles];
@@ -136,6 +124,7 @@ struct SharedSm90 {
       InitBarrier(&key_empty[i], kConsumerWarps * cluster);
       InitBarrier(&value_full[i], kFullArrivals);
       InitBarrier(&value_empty[i], kConsumerWarps * cluster);
+      InitBarrier(&value_landed[i], 1);
     }
     for (int i = 0; i < kTiles; ++i) {
       InitBarrier(&tile_full[i], 1);
@@ -178,6 +167,7 @@ struct RingSlot {
 
 template <class Traits, class Params>
 struct ProducerSm90 {
+  using E = typename Traits::E;
   static constexpr int kKeys = Traits::kKeys, kStages = Traits::kStages, kGroups = kKeys / 8;
   static constexpr bool kPaged = std::is_same_v<Params, PagedAttentionParams>;
   static constexpr uint32_t kAllMapped = static_cast<uint32_t>((uint64_t{1} << kGroups) - 1);
@@ -191,6 +181,7 @@ struct ProducerSm90 {
   const int share_begin = RankInCluster(args.schedule) * share;
   RingSlot<Traits::kQuantised ? Traits::kCodeStages : kStages> slot{1};
   uint32_t query_parity = 1;
+  uint32_t landed_parities = 0;  // bit i: of value_landed[i]
   // Pages: lane i knows the page table's entry for box i of the next block.
   static constexpr int kNoPage = -1;  // as a coordinate: outside the tensor, so that zeros are copied
   int32_t next_entry = 0;
@@ -257,41 +248,57 @@ struct ProducerSm90 {
     }
   }
 
-  // A block's keys or values into the ring.
-  __device__ void LoadBlock(const TileSm90<Traits>& tile, int block) {
+  // A block's keys or values into the ring. Values that some row may not see are looked at before consumers get them;
+  // whether a block has such, all blocks of a cluster must say alike, since each copies into the others.
+  __device__ void LoadBlock(TileSm90<Traits>& tile, int block) {
     uint64_t* const full = values ? &shared.value_full[slot.index] : &shared.key_full[slot.index];
+    uint64_t* landed = full;
     const CUtensorMap* const map = values ? &args.value : &args.key;
     const uint32_t to = SharedAddress(values ? shared.value[slot.index] : shared.key[slot.index]);
     const int panels = values ? Traits::kValuePanels : Traits::kPanels, bytes = panels * kKeys * 128;
-    const int first_key = tile.blocks.FirstKey(block);
+    const int run = tile.blocks.RunOf(block), first_key = tile.blocks.FirstKey(block);
     int page = kNoPage;
     if constexpr (kPaged) page = NextPage(tile, block);
     WaitBarrier(values ? &shared.value_empty[slot.index] : &shared.key_empty[slot.index], slot.parity,
                 values ? kValueEmpty : kKeyEmpty);
+    const uint32_t mapped = kPaged ? MappedGroups(page) : kAllMapped;
+    const bool in_part = values && (mapped != kAllMapped || !tile.unit_common[run].HoldsAll(first_key, kKeys) ||
+                                    SegmentsOfKeys(args.params, 0) != nullptr);
+    if (in_part) landed = &shared.value_landed[slot.index];
+    if (lane == 0) {
+      if (kPaged && !values) shared.mapped[slot.index] = mapped;
+      ArriveExpecting(landed, bytes);
+    }
     if constexpr (kPaged) {
-      const uint32_t mapped = MappedGroups(page);
-      if (lane == 0) {
-        if (!values) shared.mapped[slot.index] = mapped;
-        ArriveExpecting(full, bytes);
-      }
       __syncwarp();
       if (lane * args.box_keys >= share_begin && lane * args.box_keys < share_begin + share) {
         const int first_slot = FirstSlot(tile, block);
         for (int panel = 0; panel < panels; ++panel) {
-          CopyBox(to + (panel * kKeys + lane * args.box_keys) * 128, map, full, panel * 64, first_slot,
+          CopyBox(to + (panel * kKeys + lane * args.box_keys) * 128, map, landed, panel * 64, first_slot,
                   static_cast<int>(tile.head), page);
         }
       }
     } else if (lane == 0) {
-      ArriveExpecting(full, bytes);
       const bool ragged = args.params.ragged;
       const int64_t first = ragged ? ClampRange(args.params.kv_ranges, tile.b, args.params.num_keys).lo : 0;
       for (int panel = 0; panel < panels; ++panel) {
-        CopyBox(to + (panel * kKeys + share_begin) * 128, map, full, panel * 64, static_cast<int>(tile.head),
+        CopyBox(to + (panel * kKeys + share_begin) * 128, map, landed, panel * 64, static_cast<int>(tile.head),
                 static_cast<int>(first + first_key + share_begin), ragged ? 0 : static_cast<int>(tile.b));
       }
     }
     __syncwarp();
+    if (in_part) {
+      WaitBarrier(landed, landed_parities >> slot.index & 1u, kValueLanded);
+      landed_parities ^= 1u << slot.index;
+      const bool found =
+          TakeOutNonFinite<E, kKeys, Traits::kValueDim>(shared.value[slot.index], tile.unit_seen[run], first_key);
+      __syncwarp();
+      if (lane == 0) {
+        if (found) tile.non_finite = 1;
+        Arrive(full);
+      }
+      __syncwarp();
+    }
     slot.Advance();
   }
 
@@ -311,7 +318,7 @@ struct ProducerSm90 {
   }
 
   // A tile's blocks, from the last to the first; with the keys the query rows.
-  __device__ void Load(const TileSm90<Traits>& tile) {
+  __device__ void Load(TileSm90<Traits>& tile) {
     if constexpr (kPaged) LookUp(tile, tile.unit_end - 1);
     if (!values && tile.end > tile.begin) LoadQuery(tile);
     int block = tile.unit_end - 1;
@@ -342,7 +349,7 @@ struct ConsumerSm90 {
   static constexpr float kSlack = 8.f;   // in exponents of 2: probabilities up to 256, far inside E
   static constexpr float kFar = 1024.f;  // exponents of 2; half an ulp there is 2^-14
   // Named barriers.
-  static constexpr int kOwnBarrier = 1, kTurnBarrier = 4, kAllBarrier = 7;
+  static constexpr int kOwnBarrier = 1, kTurnBarrier = 4;
 
   const ArgumentsSm90<Params>& args;
   const Params& params;
@@ -353,7 +360,8 @@ struct ConsumerSm90 {
   const TileRows<Traits::kRows>* rows = nullptr;  // of the tile
   RingSlot<kStages> key_slot{0}, value_slot{0};
   uint32_t query_parity = 0;
-  const uint32_t block_of_lane;  // from a shared address here to that in the cluster's block `lane`
+  const int peer_lane;         // that arrives at the barriers of the cluster's other block; kWarp: there is none
+  const uint32_t peer_offset;  // from a shared address here to the other block's
 
   // Rows Row(0) and Row(1) of the tile.
   float o[kValueDim / 8][4];
@@ -371,7 +379,9 @@ struct ConsumerSm90 {
         shared(shared),
         warpgroup(warpgroup),
         rule(MakeScoreRule(args.params.score)),
-        block_of_lane(AddressIn(lane % args.schedule.cluster, SharedAddress(&shared)) - SharedAddress(&shared)) {}
+        peer_lane(args.schedule.cluster > 1 ? 1 : kWarp),
+        peer_offset(AddressIn((RankInCluster(args.schedule) ^ 1) % args.schedule.cluster, SharedAddress(&shared)) -
+                    SharedAddress(&shared)) {}
 
   __device__ __forceinline__ int Row(int half) const {
     return 64 * warpgroup + thread / kWarp * 16 + 8 * half + lane / 4;
@@ -416,9 +426,12 @@ struct ConsumerSm90 {
 
   // ---- the products: issued, not waited for
 
+  // The same in all lanes, and the compiler knows: descriptors are in uniform registers.
+  __device__ static int Uniform(int x) { return __shfl_sync(~0u, x, 0); }
+
   __device__ __forceinline__ void IssueScores() {
     const uint64_t query = TileDescriptor(SharedAddress(shared.query) + warpgroup * (64 * 128), 0);
-    const uint64_t keys = TileDescriptor(SharedAddress(shared.key[key_slot.index]), 0);
+    const uint64_t keys = TileDescriptor(SharedAddress(shared.key[Uniform(key_slot.index)]), 0);
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -436,7 +449,7 @@ struct ConsumerSm90 {
   }
 
   __device__ __forceinline__ void IssueValues() {
-    const uint64_t values = TileDescriptor(SharedAddress(shared.value[value_slot.index]), kKeys * 128);
+    const uint64_t values = TileDescriptor(SharedAddress(shared.value[Uniform(value_slot.index)]), kKeys * 128);
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) WgmmaRegisters<E, kValueDim>(o, p[k], MoveDescriptor(values, k * 2048));
@@ -449,20 +462,15 @@ struct ConsumerSm90 {
   __device__ __forceinline__ void WaitValues() {
     WaitBarrier(&shared.value_full[value_slot.index], value_slot.parity, kValueFull);
   }
-  // Tells all blocks that copy a share of the tile: a lane of each warp for each.
+  // Tells the producers of all blocks that copy a share of the tile.
   __device__ __forceinline__ void Release(uint64_t* empty) const {
-    __syncwarp();
-    if (lane < args.schedule.cluster) ArriveInCluster(block_of_lane + SharedAddress(empty));
+    ArriveByWarp(empty);
+    if (lane == peer_lane) ArriveInCluster(peer_offset + SharedAddress(empty));
   }
   __device__ __forceinline__ void ReleaseKeys(bool last) {
     Release(&shared.key_empty[key_slot.index]);
     key_slot.Advance();
     if (last && args.query_by_copy) ArriveByWarp(&shared.query_empty);
-  }
-  __device__ __forceinline__ RingSlot<kStages> NextValueSlot() const {
-    RingSlot<kStages> next = value_slot;
-    next.Advance();
-    return next;
   }
   __device__ __forceinline__ void ReleaseValues() {
     Release(&shared.value_empty[value_slot.index]);
@@ -471,29 +479,9 @@ struct ConsumerSm90 {
 
   // ---- scores
 
-  // What is to be known of a block. Read while products run, since it takes a chain of loads.
-  struct State {
-    uint32_t mapped;
-    bool partial;     // some row of the tile does not see some key of it
-    bool odd_values;  // and some of its values are not finite
-  };
-
-  __device__ __forceinline__ State StateOf(const TileSm90<Traits>& tile, int block) const {
-    const uint32_t mapped = kPaged ? shared.mapped[key_slot.index] : kAllMapped;
-    const bool whole = tile.blocks.common[tile.blocks.RunOf(block)].HoldsAll(tile.blocks.FirstKey(block), kKeys) &&
-                       mapped == kAllMapped && SegmentsOfKeys(params, 0) == nullptr;
-    return {mapped, !whole, false};
-  }
-  __device__ __forceinline__ KeyBlockView ViewBlock(const TileSm90<Traits>& tile, int block, uint32_t mapped) const {
-    const int run = tile.blocks.RunOf(block);
-    return {tile.view.runs[run],
-            run,
-            tile.blocks.FirstKey(block),
-            mapped,
-            SegmentsOfKeys(params, tile.b),
-            tile.view.has_tree ? params.score.tree_mask : nullptr,
-            params.score.tree_columns,
-            tile.view.position};
+  // The keys of a block that lie on mapped pages, in groups of 8. Read while products run.
+  __device__ __forceinline__ uint32_t MappedKeys() const {
+    return kPaged ? shared.mapped[key_slot.index] : kAllMapped;
   }
 
   // Of the keys 8 n + e, bit 2 n + e: those below `end`.
@@ -602,76 +590,6 @@ struct ConsumerSm90 {
     }
   }
 
-  // ---- values that are not finite
-
-  // Whether a value of the V tile at `slot` is not finite: then it is not 0 times itself. Converters have said of
-  // theirs whether one may be.
-  __device__ __forceinline__ bool FindNonFinite(const RingSlot<kStages>& slot) const {
-    WaitBarrier(&shared.value_full[slot.index], slot.parity, kValueFull);
-    if constexpr (Traits::kQuantised) {
-      // By the lane that arrives for its warp: compute-sanitizer does not follow the others.
-      const bool* const odd = shared.codes.odd_values[slot.index];
-      return __shfl_sync(~0u, lane == 0 && (odd[0] || odd[1] || odd[2] || odd[3]), 0);
-    }
-    const uint4* const tile = reinterpret_cast<const uint4*>(shared.value[slot.index]);
-    uint32_t sums[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = thread; i < kKeys * kValueDim / kChunk; i += kWarpgroup) {
-      const uint4 x = tile[i];
-      sums[0] = FmaPair<E>(x.x, 0, sums[0]);
-      sums[1] = FmaPair<E>(x.y, 0, sums[1]);
-      sums[2] = FmaPair<E>(x.z, 0, sums[2]);
-      sums[3] = FmaPair<E>(x.w, 0, sums[3]);
-    }
-    const bool finite = ((sums[0] | sums[1] | sums[2] | sums[3]) & 0x7fff7fffu) == 0;
-    return SyncNamedOr(kOwnBarrier + warpgroup, kWarpgroup, !finite);
-  }
-  __device__ __forceinline__ bool SeesNonFinite(RunRange seen, int first_key) const {
-    const uint4* const tile = reinterpret_cast<const uint4*>(shared.value[value_slot.index]);
-    bool found = false;
-#pragma unroll 1
-    for (int i = thread; i < kKeys * kValueDim / kChunk; i += kWarpgroup) {
-      const int key = i / 8 % kKeys;  // panels follow each other
-      if (seen.Holds(first_key + key)) found = found || HasNonFinite<E>(tile[i]);
-    }
-    return SyncNamedOr(kAllBarrier, kConsumers * kWarpgroup, found);
-  }
-
-  // A value of Inf or NaN times a probability of 0 would reach rows that do not see its key. Where a block is seen only
-  // in part, such values are added to the rows that do see them and zeroed in the tile. All consumers find the same,
-  // since none of them changes the tile before all have looked. Comes before the consumer waits for its turn: others
-  // get here without it.
-  __device__ __forceinline__ void TakeOutNonFinite(const TileSm90<Traits>& work, const KeyBlockView& block) {
-    E* const tile = shared.value[value_slot.index];
-    // Mostly they are in keys that no row sees.
-    if (SeesNonFinite(work.blocks.seen[block.run_index], block.first_key)) {
-#pragma unroll 1
-      for (int key = 0; key < kKeys; ++key) {
-        const bool sees[2] = {Sees(*rows, Row(0), block, key), Sees(*rows, Row(1), block, key)};
-        if (!sees[0] && !sees[1]) continue;
-#pragma unroll
-        for (int d = 0; d < kValueDim / 8; ++d) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float v = ToFloat(tile[PanelIndex<kKeys>(key, 8 * d + lane % 4 * 2 + e)]);
-            const float odd = IsFinite(v) ? 0.f : v;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-              if (sees[half]) o[d][2 * half + e] += odd;
-            }
-          }
-        }
-      }
-      SyncNamed(kAllBarrier, kConsumers * kWarpgroup);
-    }
-#pragma unroll 1
-    for (int i = warpgroup * kWarpgroup + thread; i < kKeys * kValueDim; i += kConsumers * kWarpgroup) {
-      if (!IsFinite(ToFloat(tile[i]))) tile[i] = E{0};
-    }
-    FenceAsyncProxy();
-    SyncNamed(kAllBarrier, kConsumers * kWarpgroup);
-  }
-
   // ---- the query tile, after its copy or where no copy can bring it
 
   __device__ __forceinline__ void LoadQueryRows(const TileSm90<Traits>& tile) {
@@ -712,24 +630,61 @@ struct ConsumerSm90 {
     }
   }
 
-  __device__ __forceinline__ void Scores(const TileSm90<Traits>& tile, int block, const State& state) {
-    if (state.partial || rule.modified) {
-      if (rule.modified) {
-        const bool has_alibi = params.score.alibi_slopes != nullptr;
-        constexpr int kPart = kValueDim == 128 ? 4 : 2;  // the most that the plain path does not pay for by spills
-        ModifyScores<kPart>(rule, has_alibi, *rows, Row(0), ViewBlock(tile, block, state.mapped), s);
-      }
-      if (state.partial) Mask(ViewBlock(tile, block, state.mapped));
+  __device__ __forceinline__ void ModifyAndMask(const TileSm90<Traits>& tile, int block, uint32_t mapped) {
+    const bool whole = tile.blocks.common[tile.blocks.RunOf(block)].HoldsAll(tile.blocks.FirstKey(block), kKeys) &&
+                       mapped == kAllMapped && SegmentsOfKeys(params, 0) == nullptr;
+    if (whole && !rule.modified) return;
+    const KeyBlockView view = ViewBlock(params, tile, block, mapped);
+    if (rule.modified) {
+      const bool has_alibi = params.score.alibi_slopes != nullptr;
+      constexpr int kPart = kValueDim == 128 ? 4 : 2;  // the most that the plain path does not pay for by spills
+      ModifyScores<kPart>(rule, has_alibi, *rows, Row(0), view, s);
     }
+    if (!whole) Mask(view);
+  }
+
+  // The first of the plain blocks that end with `block`, block + 1 if it is none: scores stay as they are, all rows see
+  // all keys, if those lie on mapped pages.
+  __device__ __forceinline__ int PlainFrom(const TileSm90<Traits>& tile, int block) const {
+    const BlockList<kKeys>& blocks = tile.blocks;
+    const int run = blocks.RunOf(block), first_key = blocks.FirstKey(block);
+    const RunRange common = blocks.common[run];
+    if (rule.modified || SegmentsOfKeys(params, 0) != nullptr || !common.HoldsAll(first_key, kKeys)) return block + 1;
+    return ::max(block - (first_key - common.lo) / kKeys, ::max(tile.begin, run == 0 ? 0 : blocks.count[0]));
+  }
+  __device__ __forceinline__ bool NextIsMapped() {
+    if constexpr (!kPaged) return true;
+    WaitKeys();
+    return __all_sync(~0u, MappedKeys() == kAllMapped);
+  }
+
+  // From the probabilities of the block before to those of `block`; the products of that one's values go under softmax
+  // of this one. Plain blocks have no code for masks: it cost them 4 % of their cycles, though it never ran.
+  template <bool kPlain>
+  __device__ __forceinline__ void Step(const TileSm90<Traits>& tile, int block, int begin) {
+    WaitKeys();
+    WaitTurn();
+    IssueScores();
+    WaitValues();
+    IssueValues();
+    PassTurn();
+    const uint32_t mapped = kPlain ? kAllMapped : MappedKeys();
+    WgmmaWait<1>();
+    HoldRegisters(s);
+    ReleaseKeys(block == begin);
+    if constexpr (!kPlain) ModifyAndMask(tile, block, mapped);
     Softmax();
-  }
-  // Looks at the values of a block that is seen in part, while its scores are on their way: 0.3 us that causal tiles of
-  // few blocks would feel.
-  __device__ __forceinline__ void LookAtValues(State* state, RingSlot<kStages> slot) const {
-    if (state->partial) state->odd_values = FindNonFinite(slot);
-  }
-  __device__ __forceinline__ void CheckValues(const TileSm90<Traits>& tile, int block, const State& state) {
-    if (state.odd_values) TakeOutNonFinite(tile, ViewBlock(tile, block, state.mapped));
+    HoldRegisters(s);  // softmax is done before the wait, not after
+    if (block % 2 == 0) {
+      WgmmaWaitInArm0();
+    } else {
+      WgmmaWaitInArm1();
+    }
+    HoldRegisters(o);
+    Rescale();
+    HoldRegisters(p);
+    ReleaseValues();
+    PackProbabilities();
   }
 
   // tile.rows is filled in.
@@ -742,8 +697,9 @@ struct ConsumerSm90 {
       sum[half] = 0.f;
     }
     PassOver(tile.unit_end - tile.end);
+    const int begin = tile.begin;
     int block = tile.end - 1;
-    if (block < tile.begin) return;
+    if (block < begin) return;
     if (args.query_by_copy) {
       WaitBarrier(&shared.query_full, query_parity, kQueryFull);
       query_parity ^= 1u;
@@ -754,42 +710,19 @@ struct ConsumerSm90 {
     if constexpr (kQuerySteps > 0) LoadQueryFragments();
     WaitKeys();
     IssueScores();
-    State state = StateOf(tile, block);
-    LookAtValues(&state, value_slot);
+    const uint32_t mapped = MappedKeys();
     WgmmaWait<0>();
     HoldRegisters(s);
-    ReleaseKeys(block == tile.begin);
-    Scores(tile, block, state);
+    ReleaseKeys(block == begin);
+    ModifyAndMask(tile, block, mapped);
+    Softmax();
     PackProbabilities();
+    while (block > begin) {
+      const int plain_from = PlainFrom(tile, block - 1);
 #pragma unroll 1
-    while (block > tile.begin) {
-      CheckValues(tile, block, state);
-      WaitKeys();
-      WaitTurn();
-      IssueScores();
-      WaitValues();
-      IssueValues();
-      PassTurn();
-      --block;
-      state = StateOf(tile, block);
-      LookAtValues(&state, NextValueSlot());
-      WgmmaWait<1>();
-      HoldRegisters(s);
-      ReleaseKeys(block == tile.begin);
-      Scores(tile, block, state);
-      HoldRegisters(s);  // softmax is done before the wait, not after
-      if (block % 2 == 0) {
-        WgmmaWaitInArm0();
-      } else {
-        WgmmaWaitInArm1();
-      }
-      HoldRegisters(o);
-      Rescale();
-      HoldRegisters(p);
-      ReleaseValues();
-      PackProbabilities();
+      while (block > plain_from && NextIsMapped()) Step<true>(tile, --block, begin);
+      if (block > begin) Step<false>(tile, --block, begin);
     }
-    CheckValues(tile, tile.begin, state);
     WaitValues();
     IssueValues();
     WgmmaWait<0>();

@@ -1,0 +1,49 @@
+// A tile of work on Hopper: what the warp that chooses tiles tells the others of a block.
+#ifndef TURBOATTN_KERNELS_PREFILL_TILE_SM90_CUH_
+#define TURBOATTN_KERNELS_PREFILL_TILE_SM90_CUH_
+
+#include <cstdint>
+
+#include "kernels/common/score.cuh"
+#include "kernels/common/sequence.cuh"
+#include "kernels/prefill/traits.h"
+
+namespace turboattn::prefill {
+
+constexpr int64_t kWholeTile = -1;
+
+template <class Traits>
+struct TileSm90 {
+  SequenceView view;
+  BlockList<Traits::kKeys> blocks;  // of the unit; seen and common are the tile's own
+  RunRange unit_seen[kRuns];        // what is copied of it: keys that some row of the unit sees
+  RunRange unit_common[kRuns];      // keys that all its rows see
+  int unit_begin, unit_end;         // blocks to copy: all, or a part of them
+  int begin, end;                   // those of them to take in
+  int64_t part;                     // that the result is one of: a place in the workspace; kWholeTile: it goes to out
+  int64_t b;                        // sequence
+  int64_t head;                     // kv head
+  int64_t first_row;
+  int num_rows;    // 0: the unit has no tile for this block
+  bool last;       // there is no tile here, and none will come
+  int non_finite;  // not 0: values that some row may see have been taken out, see AddNonFinite()
+  TileRows<Traits::kRows> rows;
+};
+
+template <class Traits, class Params>
+__device__ __forceinline__ KeyBlockView ViewBlock(const Params& params, const TileSm90<Traits>& tile, int block,
+                                                  uint32_t mapped) {
+  const int run = tile.blocks.RunOf(block);
+  return {tile.view.runs[run],
+          run,
+          tile.blocks.FirstKey(block),
+          mapped,
+          SegmentsOfKeys(params, tile.b),
+          tile.view.has_tree ? params.score.tree_mask : nullptr,
+          params.score.tree_columns,
+          tile.view.position};
+}
+
+}  // namespace turboattn::prefill
+
+#endif  // TURBOATTN_KERNELS_PREFILL_TILE_SM90_CUH_
