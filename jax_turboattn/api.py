@@ -34,7 +34,19 @@ import numpy as np
 from . import backends, checks, primitives
 from .cache import PagedKVCache, check_cache
 from .rope import RopeConfig
-from .spec import QUERY_DTYPES, AppendSpec, AttnSpec, CopySpec, GatherSpec, MergeSpec, StepSpec, written_caches
+from .spec import (
+    PLAN_SHAPE,
+    QUERY_DTYPES,
+    AppendSpec,
+    AttnSpec,
+    CopySpec,
+    GatherSpec,
+    MergeSpec,
+    PlanSpec,
+    StepSpec,
+    with_plan,
+    written_caches,
+)
 
 Window = Any  # None | int | (int | None, int | None) | int32[2]
 
@@ -574,7 +586,8 @@ def paged_attention(
       is_causal: keys at or before the query's position only.
       layer: int32 scalar (may be traced), for a stacked cache. One outside it has no keys: zeros come out.
       max_q_len: a hint, the most new tokens of a sequence; a wrong one costs speed only.
-      plan: from `make_plan`, for the same spec; ValueError with another. Speed only.
+      plan: from `make_plan` with the same keywords, sizes and lengths; ValueError where keywords or sizes differ. Speed
+        only, unless the lengths are others: then numbers may be wrong.
       batch_invariant: the bits of a sequence's rows do not depend on the rest of the batch or on padded sizes.
       cp_rank, cp_size: context parallelism: token s lives on rank s % cp_size at local index s // cp_size; page_table is
         the rank's own, lengths are global. Take partial results with out_dtype=float32 and return_residual=True.
@@ -610,7 +623,7 @@ def paged_attention(
         out_dtype=out_dtype,
         implementation=implementation,
     )
-    _check_plan(name, plan, spec)
+    spec, operands = _planned(name, plan, spec, operands)
     out, lse = _bind(name, primitives.paged_attention_p, spec, operands)
     return _with_residual(name, out, lse, return_residual)
 
@@ -674,7 +687,7 @@ def paged_decode(
         out_dtype=out_dtype,
         implementation=implementation,
     )
-    _check_plan(name, plan, spec)
+    spec, operands = _planned(name, plan, spec, operands)
     out, lse = _bind(name, primitives.paged_attention_p, spec, operands)
     if single:
         out, lse = out[:, 0], lse[:, 0]
@@ -996,7 +1009,7 @@ def paged_attention_step(
         logn=logn,
         logn_zero_based=checks.static_bool(name, "logn_zero_based", logn_zero_based),
     )
-    _check_plan(name, plan, attn)
+    spec, operands = _planned(name, plan, spec, operands)
     *written, out, lse = _bind(name, primitives.paged_attention_step_p, spec, operands)
     return _with_residual(name, out, lse, return_residual), _with_arrays(cache, dict(zip(written_caches(spec), written)))
 
@@ -1163,25 +1176,44 @@ def merge_partials(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A step's schedule, computed on the device by `make_plan`. Opaque; tagged with the spec that it is for."""
+    """A step's schedule, computed on the device by `make_plan`. Opaque; tagged with the calls that it is for."""
 
     data: jax.Array
-    spec: AttnSpec
+    spec: PlanSpec
 
 
 jax.tree_util.register_dataclass(Plan, data_fields=["data"], meta_fields=["spec"])
 
 
-def _check_plan(function: str, plan: Any, spec: AttnSpec) -> None:
+def _plan_spec(spec: AttnSpec, operands: dict[str, Any]) -> PlanSpec:
+    batch, max_pages = operands["page_table"].shape
+    return PlanSpec(
+        operands=tuple(name for name in ("kv_lens", "q_ranges") if name in operands),
+        attn=spec,
+        batch=batch,
+        num_tokens=math.prod(operands["query"].shape[:-2]),
+        max_pages=max_pages,
+    )
+
+
+def _planned(function: str, plan: Any, spec: AttnSpec | StepSpec, operands: dict[str, Any]):
+    """The call with its plan, if it has one."""
     if plan is None:
-        return
+        return spec, operands
     if not isinstance(plan, Plan):
         raise checks.type_error(function, "plan", "come from make_plan", type(plan).__name__)
-    for field in dataclasses.fields(AttnSpec):
-        have, want = getattr(plan.spec, field.name), getattr(spec, field.name)
-        if have != want:
-            rule = f"be made for this call's spec: {field.name} = {want!r}"
-            raise checks.value_error(function, "plan", rule, f"{have!r}", "call make_plan with the same keywords")
+    have, want = plan.spec, _plan_spec(spec.attn if isinstance(spec, StepSpec) else spec, operands)
+    for a, b, names in (
+        (have.attn, want.attn, [field.name for field in dataclasses.fields(AttnSpec)]),
+        (have, want, ["batch", "num_tokens", "max_pages"]),
+    ):
+        for name in names:
+            if getattr(a, name) != getattr(b, name):
+                rule = f"be made for this call's spec: {name} = {getattr(b, name)!r}"
+                hint = "call make_plan with the same keywords"
+                raise checks.value_error(function, "plan", rule, f"{getattr(a, name)!r}", hint)
+    data = checks.Dims(function).index("plan.data", plan.data, "{} {}".format(*PLAN_SHAPE))
+    return with_plan(spec), operands | {"plan": data}
 
 
 def make_plan(
@@ -1207,10 +1239,15 @@ def make_plan(
     out_dtype: Any = None,
     implementation: str | None = None,
 ) -> Plan:
-    """The schedule of a step, computed once on the device and passed to all layers of the same spec.
+    """The schedule of a step, computed once on the device and passed to the calls of all layers of the same spec.
 
-    Arguments are those of `paged_attention`, or with `q_offsets=None` of `paged_decode`; of query and cache only the
-    shapes and dtypes matter. A plan changes speed only: `cpu` and `xla` schedule for themselves and do not read it.
+    Arguments are those of `paged_attention` (and of the attention of `paged_attention_step`), or with `q_offsets=None`
+    of `paged_decode`. Only lengths and offsets are read: of query and cache the shapes and dtypes matter.
+
+    A plan changes speed only. On `cuda` the blocks of a decode kernel read from it where to start, which each call else
+    finds out for itself. Calls that gain nothing take a plan too, and do not read it: those of `cpu`, `pallas` and
+    `xla`, prefill, one short sequence, `batch_invariant`, a window, a shared prefix, context parallelism, and those that
+    `vmap` or sharding make of others.
     """
     name = "make_plan"
     packed = q_offsets is not None
@@ -1244,5 +1281,6 @@ def make_plan(
         out_dtype=out_dtype,
         implementation=implementation,
     )
-    longest_first = jnp.argsort(-operands["kv_lens"]).astype(jnp.int32)
-    return Plan(longest_first, spec)
+    plan_spec = _plan_spec(spec, operands)
+    (data,) = _bind(name, primitives.make_plan_p, plan_spec, operands)
+    return Plan(data, plan_spec)

@@ -15,6 +15,7 @@ from .rope import RopeConfig
 KV_DTYPES = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 4, "float8_e4m3fn": 8}
 INTEGER_KV_DTYPES = ("int8", "int4")
 QUERY_DTYPES = ("bfloat16", "float16", "float32")
+PLAN_SHAPE = (512, 8)  # int32: kMaxDecodeBlocks and kScheduleInts of ffi/core/heuristics.h
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +130,28 @@ class MergeSpec:
     op: str = "merge_partials"
 
 
-Spec = AttnSpec | AppendSpec | StepSpec | GatherSpec | CopySpec | MergeSpec
+@dataclasses.dataclass(frozen=True)
+class PlanSpec:
+    """A schedule for calls of `attn`, a paged_attention without a plan, of these sizes."""
+
+    operands: tuple[str, ...]  # of attn's
+    attn: AttnSpec
+    batch: int  # B
+    num_tokens: int  # T, or B * Q
+    max_pages: int  # M
+    op: str = "make_plan"
+
+    @property
+    def implementation(self) -> str | None:
+        return self.attn.implementation
+
+    @property
+    def plain(self) -> bool:
+        """Lengths alone say how much work a sequence is, and how it is cut may depend on the others."""
+        return not self.attn.batch_invariant and not {"cp_rank", "window", "prefix_len"} & set(self.attn.operands)
+
+
+Spec = AttnSpec | AppendSpec | StepSpec | GatherSpec | CopySpec | MergeSpec | PlanSpec
 
 
 def written_caches(spec: AppendSpec | StepSpec | CopySpec) -> tuple[str, ...]:
@@ -148,3 +170,20 @@ def on_stacked_cache(spec: Spec) -> Spec:
     if isinstance(spec, StepSpec):
         return dataclasses.replace(spec, attn=on_stacked_cache(spec.attn), append=on_stacked_cache(spec.append))
     return dataclasses.replace(spec, stacked=True)
+
+
+def with_plan(spec: AttnSpec | StepSpec) -> AttnSpec | StepSpec:
+    """The same call with a plan as its last operand."""
+    if isinstance(spec, StepSpec):
+        return dataclasses.replace(spec, operands=(*spec.operands, "plan"), attn=with_plan(spec.attn))
+    return dataclasses.replace(spec, operands=(*spec.operands, "plan"))
+
+
+def without_plan(spec: Spec) -> Spec:
+    """The same call, which plans for itself."""
+    if "plan" not in spec.operands:
+        return spec
+    operands = tuple(name for name in spec.operands if name != "plan")
+    if isinstance(spec, StepSpec):
+        return dataclasses.replace(spec, operands=operands, attn=without_plan(spec.attn))
+    return dataclasses.replace(spec, operands=operands)

@@ -77,6 +77,12 @@ def check(axis_type, dtype):
         close(lse, want_lse)
         for got, want in zip(jax.tree.leaves(written), jax.tree.leaves(want_cache)):
             close(got, want)
+        # a plan is for all heads: shards plan for themselves
+        planned = lambda q, c, s: ta.paged_decode(  # noqa: E731
+            q, c, table, lens, sinks=s, plan=ta.make_plan(q, c, table, lens, None, sinks=s)
+        )
+        assert collectives(planned, qs, sharded, sinks_s) == []
+        close(jax.jit(planned)(qs, sharded, sinks_s), want_decode)
         gather = lambda c: ta.gather_kv(c, table, lens)  # noqa: E731
         assert collectives(gather, sharded) == []
         close(jax.jit(gather)(sharded)[0], want_k)
@@ -101,7 +107,10 @@ def check(axis_type, dtype):
     # manual: shard_map with its check of varying values
     heads = jax.tree.map(lambda x: P(None, "tp"), cache)
     mapped = jax.shard_map(
-        lambda q, c: ta.paged_decode(q, c, table, lens), mesh=mesh, in_specs=(P(None, "tp"), heads), out_specs=P(None, "tp")
+        lambda q, c: ta.paged_decode(q, c, table, lens, plan=ta.make_plan(q, c, table, lens, None)),
+        mesh=mesh,
+        in_specs=(P(None, "tp"), heads),
+        out_specs=P(None, "tp"),
     )
     close(mapped(q, cache), ta.paged_decode(q, cache, table, lens))
     replicated_query = jax.shard_map(

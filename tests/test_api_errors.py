@@ -295,6 +295,26 @@ def test_plan_of_the_step_is_that_of_its_attention():
     step(plan=plan)
 
 
+def test_plan_of_other_sizes():
+    arguments = dict(tables(), query=zeros(T, H, D))
+    plan = ta.make_plan(**arguments)
+    with pytest.raises(ValueError, match=f"plan must be made for this call's spec: num_tokens = {T + 1}, got {T}"):
+        ta.paged_attention(**arguments | dict(query=zeros(T + 1, H, D)), plan=plan)
+    wider = jnp.pad(arguments["page_table"], ((0, 0), (0, 1)))
+    with pytest.raises(ValueError, match="plan must be made for this call's spec: max_pages = "):
+        ta.paged_attention(**arguments | dict(page_table=wider), plan=plan)
+
+
+@pytest.mark.parametrize(
+    "change, error", [(lambda x: x[:3], ValueError), (lambda x: x[None], ValueError), (lambda x: x + 0.5, TypeError)]
+)
+def test_plan_that_was_changed(change, error):
+    arguments = dict(tables(), query=zeros(T, H, D))
+    plan = jax.tree.map(change, ta.make_plan(**arguments))
+    with pytest.raises(error, match="paged_attention: plan.data must have"):
+        ta.paged_attention(**arguments, plan=plan)
+
+
 def test_named_implementation_without_a_kernel():
     with pytest.raises(NotImplementedError, match="attention: implementation='cpu' has no kernel for this call: a dense bias"):
         jax.eval_shape(lambda: dense(bias=zeros(1), implementation="cpu"))

@@ -32,7 +32,7 @@ def test_env_names_every_implementation(capsys):
     assert status == 0
     facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in printed.out.splitlines())
     assert facts["jax"] == jax.__version__
-    assert facts["cpu"].startswith("loaded: 8 primitives, built against XLA FFI")
+    assert facts["cpu"].startswith("loaded: 9 primitives, built against XLA FFI")
     assert facts["cuda"].startswith(("loaded", "not available: the extension module _cuda was not built"))
     assert facts["pallas"].startswith("available: ")
     assert facts["JAX_TURBOATTN_IMPLEMENTATION"] == "not set"

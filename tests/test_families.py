@@ -86,3 +86,21 @@ def test_the_handler_is_told_the_family(implementation, family):
     jaxpr = jax.make_jaxpr(functools.partial(ta.attention, implementation=implementation))(array, array, array)
     (spec,) = inspection._specs(jaxpr.jaxpr)
     assert ffi.attributes(spec)["family"] == family
+
+
+@pytest.mark.parametrize(
+    "how, kernels",
+    [
+        (dict(), ["decode_sm80_bfloat16"]),
+        (dict(implementation="cuda:sm90"), ["decode_sm80_bfloat16"]),
+        (dict(batch_invariant=True), []),  # these calls do not read it
+        (dict(local_window_size=(8, 0)), []),
+    ],
+)
+def test_a_plan_is_made_beside_its_kernel(how, kernels):
+    ints = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    cache = jax.eval_shape(lambda: ta.PagedKVCache.create(4, 2, 64))
+    query = jax.ShapeDtypeStruct((3, 8, 64), jnp.bfloat16)
+    call = functools.partial(ta.make_plan, **how)
+    found = ta.explain(call, query, cache, ints((2, 4)), ints((2,)), ints((3,)), platform="cuda")[0]
+    assert found.op == "make_plan" and found.chosen and list(found.kernels) == kernels

@@ -10,6 +10,7 @@ import pytest
 
 import jax_turboattn as ta
 from jax_turboattn import backends
+from jax_turboattn.spec import PLAN_SHAPE
 
 V, B, T, H, K, D, P, N, M, L = 2, 3, 5, 4, 2, 16, 8, 8, 2, 2
 
@@ -140,6 +141,62 @@ def test_scan_and_checkpoint():
     _, got = jax.lax.scan(lambda c, n: (c, ta.paged_decode(Q[0, :B], cache, TABLES, n)), 0, LENS)
     same(got[0], want)
     same(jax.checkpoint(ta.paged_decode)(Q[0, :B], cache, TABLES, LENS[0]), want)
+
+
+# Plans change speed alone. What vmap folds into one call plans for itself, wherever its plan was made.
+
+
+def planned(q, cache, n, plan=None):
+    plan = ta.make_plan(q, cache, TABLES, n, None) if plan is None else plan
+    return ta.paged_decode(q, cache, TABLES, n, plan=plan, return_residual=True)
+
+
+def test_plan_under_jit_scan_and_export():
+    cache, q = filled(), Q[0, :B]
+    plan = jax.jit(lambda q, c: ta.make_plan(q, c, TABLES, LENS[0], None))(q, cache)
+    assert plan.data.shape == PLAN_SHAPE and plan.data.dtype == jnp.int32
+    want = ta.paged_decode(q, cache, TABLES, LENS[0], return_residual=True)
+    same(planned(q, cache, LENS[0]), want)
+    same(jax.jit(lambda q, p: planned(q, cache, LENS[0], p))(q, plan), want)
+    _, layers = jax.lax.scan(lambda p, x: (p, planned(x, cache, LENS[0], p)), plan, jnp.stack([q, q]))
+    same(jax.tree.map(lambda x: x[1], layers), want)
+    flat, structure = jax.tree.flatten((q, cache, LENS[0]))
+    exported = jax.export.export(
+        jax.jit(lambda *xs: planned(*jax.tree.unflatten(structure, xs))), disabled_checks=ta.export_disabled_checks()
+    )(*flat)
+    same(jax.export.deserialize(exported.serialize()).call(*flat), want)
+
+
+def test_plan_under_vmap():
+    cache, q = filled(), normal(4, V, B, H, D)
+    check_vmap(planned, (0, None, 0), q, cache, LENS)
+    check_vmap(planned, (0, None, None), q, cache, LENS[0])
+    plan = ta.make_plan(q[0], cache, TABLES, LENS[0], None)
+    check_vmap(planned, (0, None, None, None), q, cache, LENS[0], plan)
+    check_vmap(planned, (None, None, None, 0), q[0], cache, LENS[0], jax.tree.map(lambda x: jnp.stack([x, x]), plan))
+
+
+def test_plan_of_the_fused_step():
+    cache, rope = filled(), ta.RopeConfig(dim=16)
+
+    def step(q, k, n, o, with_plan):
+        plan = ta.make_plan(q, cache, TABLES, n, o) if with_plan else None
+        return ta.paged_attention_step(q, k, k, cache, TABLES, n, o, rope=rope, plan=plan, return_residual=True)
+
+    same(step(Q[0], NEW[0], LENS[0], OFFSETS[0], True), step(Q[0], NEW[0], LENS[0], OFFSETS[0], False))
+    check_vmap(functools.partial(step, with_plan=True), (0, 0, 0, 0), Q, NEW, LENS, OFFSETS)
+
+
+@pytest.mark.parametrize(
+    "how", [dict(batch_invariant=True), dict(local_window_size=(3, 0)), dict(cp_size=2), dict(is_causal=False)], ids=str
+)
+def test_plan_of_calls_that_read_none(how):
+    arguments = (Q[0, :B], filled(), TABLES, LENS[0])
+    plan = ta.make_plan(*arguments, None, **how)
+    same(ta.paged_decode(*arguments, plan=plan, **how), ta.paged_decode(*arguments, **how))
+    shared = dict(shared_prefix=(jnp.array([7], jnp.int32), 5))
+    plan = ta.make_plan(*arguments, None, **shared)
+    same(ta.paged_decode(*arguments, plan=plan, **shared), ta.paged_decode(*arguments, **shared))
 
 
 def test_export_round_trip():

@@ -7,6 +7,7 @@ nanobind_add_module(_cpu NB_STATIC
   ffi/handlers/copy_pages.cc
   ffi/handlers/gather_kv.cc
   ffi/handlers/handlers.cc
+  ffi/handlers/make_plan.cc
   ffi/handlers/merge_partials.cc
   ffi/handlers/operands.cc
   ffi/handlers/paged_attention.cc

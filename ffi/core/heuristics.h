@@ -58,6 +58,9 @@ constexpr int64_t kMaxDecodeAppends = 128;
 
 constexpr int kDecodeKeys = 64;  // keys a block of the flat list
 
+// A schedule is int32[kMaxDecodeBlocks, kScheduleInts]: where each block of a decode grid starts in the flat list.
+constexpr int64_t kScheduleInts = 8;
+
 // batch_invariant: keys are cut at multiples of InvariantSplit(keys of the sequence), a multiple of kInvariantSplit, in
 // at most kMaxInvariantSplits parts; it depends on the sequence alone.
 constexpr int64_t kInvariantSplit = 1024;

@@ -174,6 +174,10 @@ struct PagedAttentionParams {
   PagedPlan plan;         // CUDA: which kernel takes which sequence
   int64_t max_tiles = 0;  // CUDA: set by the prefill launch, see PrefillTiles
   Workspace workspace;    // plan.workspace_bytes
+  // CUDA: [kMaxDecodeBlocks, kScheduleInts]. What a make_plan left, or anything; may be null. Its result: decode fills
+  // it for a call like this one, and does nothing else.
+  const int32_t* schedule = nullptr;
+  int32_t* new_schedule = nullptr;
 };
 
 // attention (dense) and ragged_attention: keys and values are plain arrays.

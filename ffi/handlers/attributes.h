@@ -67,6 +67,21 @@ struct StepAttributes {
   bool logn_zero_based;
 };
 
+struct PlanAttributes {
+  std::string_view operands;
+  std::string_view family;
+  std::string_view dtype;
+  std::string_view kv_dtype;
+  int32_t num_q_heads;
+  int32_t num_kv_heads;
+  int32_t head_dim;
+  int32_t value_dim;
+  int32_t page_size;
+  int64_t num_tokens;
+  int64_t max_pages;
+  bool plain;  // calls in which decode reads a schedule
+};
+
 struct GatherAttributes {
   std::string_view operands;
   std::string_view kv_dtype;
@@ -115,6 +130,14 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int32_t>("rope_section_t"), StructMember<int32_t>("rope_section_h"),
     StructMember<int32_t>("rope_section_w"), StructMember<bool>("rope_sections_interleaved"),
     StructMember<int32_t>("logn"), StructMember<bool>("logn_zero_based"));
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(turboattn::PlanAttributes, StructMember<std::string_view>("operands"),
+                                      StructMember<std::string_view>("family"), StructMember<std::string_view>("dtype"),
+                                      StructMember<std::string_view>("kv_dtype"), StructMember<int32_t>("num_q_heads"),
+                                      StructMember<int32_t>("num_kv_heads"), StructMember<int32_t>("head_dim"),
+                                      StructMember<int32_t>("value_dim"), StructMember<int32_t>("page_size"),
+                                      StructMember<int64_t>("num_tokens"), StructMember<int64_t>("max_pages"),
+                                      StructMember<bool>("plain"));
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(turboattn::GatherAttributes, StructMember<std::string_view>("operands"),
                                       StructMember<std::string_view>("kv_dtype"));

@@ -49,6 +49,11 @@ inline Status CopyBytes(Context stream, void* to, const void* from, size_t bytes
              : Status::Error(std::string("copy of a cache that is not donated: ") + cudaGetErrorString(error));
 }
 
+inline Status ZeroBytes(Context stream, void* to, size_t bytes) {
+  const cudaError_t error = cudaMemsetAsync(to, 0, bytes, stream);
+  return error == cudaSuccess ? Status() : Status::Error(std::string("memset failed: ") + cudaGetErrorString(error));
+}
+
 #else
 
 using ContextTag = ffi::ThreadPool;
@@ -117,6 +122,11 @@ Status RunKernel(Context pool, const Kernel& kernel, const Params& params) {
 
 inline Status CopyBytes(Context, void* to, const void* from, size_t bytes) {
   std::memcpy(to, from, bytes);
+  return Status();
+}
+
+inline Status ZeroBytes(Context, void* to, size_t bytes) {
+  std::memset(to, 0, bytes);
   return Status();
 }
 

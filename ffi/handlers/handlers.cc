@@ -10,6 +10,7 @@ std::vector<std::pair<const char*, void*>> Handlers() {
       entry("turboattn_append_kv_v1", TurboattnAppendKv),
       entry("turboattn_gather_kv_v1", TurboattnGatherKv),
       entry("turboattn_copy_pages_v1", TurboattnCopyPages),
+      entry("turboattn_make_plan_v1", TurboattnMakePlan),
       entry("turboattn_merge_partials_v1", TurboattnMergePartials),
       entry("turboattn_attention_v1", TurboattnAttention),
       entry("turboattn_ragged_attention_v1", TurboattnRaggedAttention),

@@ -24,6 +24,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(TurboattnAppendKv);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TurboattnPagedAttentionStep);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TurboattnGatherKv);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TurboattnCopyPages);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(TurboattnMakePlan);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(TurboattnMergePartials);
 
 namespace turboattn {

@@ -151,6 +151,12 @@ void CheckHeads(Operands& operands, int64_t num_heads, int64_t num_kv_heads) {
                 std::to_string(num_heads));
 }
 
+void CheckSchedule(Operands& operands) {
+  if (!operands.ok() || operands.size('g') == kMaxDecodeBlocks) return;
+  operands.Fail("plan must have " + std::to_string(kMaxDecodeBlocks) + " rows, got " +
+                std::to_string(operands.size('g')));
+}
+
 PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache, const Sequences& seqs,
                                         const ScoreParams& score, const std::string& query_rows) {
   PagedAttentionParams params;
@@ -174,6 +180,8 @@ PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache
   params.seqs.num_tokens = packed ? operands.size('T') : operands.size('B') * operands.size('Q');
   params.score.tree_mask = static_cast<const uint8_t*>(operands.Optional("tree_mask", "t U", {ffi::PRED}));
   params.score.tree_columns = operands.size('U');
+  params.schedule = operands.OptionalInts("plan", "g 8");
+  if (params.schedule != nullptr) CheckSchedule(operands);
   if (params.score.tree_mask != nullptr && operands.size('t') != params.seqs.num_tokens) {
     operands.Fail("tree_mask must have a row for each of the " + std::to_string(params.seqs.num_tokens) +
                   " query tokens, got " + std::to_string(operands.size('t')));
@@ -181,14 +189,17 @@ PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache
   return params;
 }
 
+PagedPlan PlanCall(const PagedAttentionParams& params) {
+  const Sequences& seqs = params.seqs;
+  const KvCache& cache = params.cache;
+  return PlanPaged({seqs.batch, seqs.num_tokens, seqs.uniform_q_len, params.num_heads, cache.num_kv_heads,
+                    cache.value_dim, (seqs.max_pages + seqs.num_prefix_pages) * cache.page_size, params.batch_invariant,
+                    HasKernel(DecodeDesc(params, ""))});
+}
+
 void PlanWorkspace(Operands& operands, PagedAttentionParams* params) {
-  const Sequences& seqs = params->seqs;
-  const KvCache& cache = params->cache;
   if (!operands.ok()) return;
-  const bool has_decode = HasKernel({Phase::kDecode, "", cache.dtype, cache.kv_dtype, cache.head_dim, cache.value_dim});
-  params->plan = PlanPaged({seqs.batch, seqs.num_tokens, seqs.uniform_q_len, params->num_heads, cache.num_kv_heads,
-                            cache.value_dim, (seqs.max_pages + seqs.num_prefix_pages) * cache.page_size,
-                            params->batch_invariant, has_decode});
+  params->plan = PlanCall(*params);
   params->workspace = operands.ScratchResult(params->plan.workspace_bytes);
 }
 
@@ -200,18 +211,20 @@ bool AttentionAppends([[maybe_unused]] const PagedAttentionParams& params) {
 #endif
 }
 
-ffi::Error LaunchPaged(Context context, const PagedAttentionParams& params, std::string_view family) {
+KernelDesc DecodeDesc(const PagedAttentionParams& params, std::string_view family) {
   const KvCache& cache = params.cache;
-  KernelDesc desc = {Phase::kPrefill, std::string(family), cache.dtype,
-                     cache.kv_dtype,  cache.head_dim,      cache.value_dim};
+  return {Phase::kDecode, std::string(family), cache.dtype, cache.kv_dtype, cache.head_dim, cache.value_dim};
+}
+
+ffi::Error LaunchPaged(Context context, const PagedAttentionParams& params, std::string_view family) {
+  KernelDesc desc = DecodeDesc(params, family);
 #if defined(TURBOATTN_CUDA)
   if (params.plan.runs_decode) {
-    desc.phase = Phase::kDecode;
     const ffi::Error decoded = Launch(context, desc, params);
     if (decoded.failure() || !params.plan.runs_prefill) return decoded;
-    desc.phase = Phase::kPrefill;
   }
 #endif
+  desc.phase = Phase::kPrefill;
   return Launch(context, desc, params);
 }
 

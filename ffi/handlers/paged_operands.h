@@ -45,16 +45,25 @@ KernelDesc AppendDesc(const AppendParams& params);
 // Query heads must be a multiple of key/value heads.
 void CheckHeads(Operands& operands, int64_t num_heads, int64_t num_kv_heads);
 
+// A schedule, operand or result, has been read as [g,8].
+void CheckSchedule(Operands& operands);
+
 // The query, results and score of paged attention over `cache` and `seqs`, which have been read. query_rows: axes
 // before D.
 PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache, const Sequences& seqs,
                                         const ScoreParams& score, const std::string& query_rows);
 
-// On CUDA: which kernels run, and their workspace, the call's last result.
+// On CUDA: which kernels run.
+PagedPlan PlanCall(const PagedAttentionParams& params);
+
+// That, and their workspace, the call's last result.
 void PlanWorkspace(Operands& operands, PagedAttentionParams* params);
 
 // Whether the planned kernels of a fused step store its new keys and values too.
 bool AttentionAppends(const PagedAttentionParams& params);
+
+// What a call asks of the decode phase. family: see LinearAttributes.
+KernelDesc DecodeDesc(const PagedAttentionParams& params, std::string_view family);
 
 // One kernel on the CPU; on CUDA those of params.plan. family: see LinearAttributes.
 ffi::Error LaunchPaged(Context context, const PagedAttentionParams& params, std::string_view family);

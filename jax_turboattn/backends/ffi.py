@@ -24,6 +24,7 @@ from ..spec import (
     CopySpec,
     GatherSpec,
     MergeSpec,
+    PlanSpec,
     Spec,
     StepSpec,
     written_caches,
@@ -37,6 +38,7 @@ OPS = (
     "append_kv",
     "gather_kv",
     "copy_pages",
+    "make_plan",
     "merge_partials",
 )
 _XLA_PLATFORM = {"cpu": "cpu", "cuda": "CUDA"}  # "cuda" in lower case is accepted there and never registered
@@ -129,6 +131,8 @@ def supports(spec: Spec, platform: str, family: str | None = None) -> str | None
         return loaded.reason
     if target(spec.op) not in loaded.targets:
         return f"the {platform} module has no kernel for {spec.op}"
+    if isinstance(spec, PlanSpec):
+        return supports(spec.attn, platform, family)
     for operand, reason in _MISSING.items():
         if operand in spec.operands:
             return reason
@@ -151,6 +155,9 @@ def _asked(spec: Spec, platform: str) -> list[dict[str, Any]]:
     """What the handler of `spec` asks of its module's table of kernels, one for each kernel that it may launch."""
     if isinstance(spec, StepSpec):
         return _asked(spec.append, platform) + _asked(spec.attn, platform)
+    if isinstance(spec, PlanSpec):
+        decodes = platform == "cuda" and spec.plain and _has_decode(spec.attn)
+        return [asked for asked in _asked(spec.attn, platform) if decodes and asked["phase"] == "decode"]
     if isinstance(spec, CopySpec):
         return [dict(phase="copy_pages")]
     if isinstance(spec, MergeSpec):
@@ -219,7 +226,7 @@ def _cuda_missing(spec: Spec, family: str | None) -> str | None:
 def attributes(spec: Spec) -> dict[str, Any]:
     """FFI attributes, each of the one type that its handler binds (the names and types are those of ffi/handlers)."""
     named: dict[str, Any] = {"operands": ",".join(spec.operands)}
-    if isinstance(spec, (AttnSpec, StepSpec)):
+    if isinstance(spec, (AttnSpec, StepSpec, PlanSpec)):
         named |= {"family": (spec.implementation or "").partition(":")[2]}
     if isinstance(spec, AttnSpec):
         named |= _attention_attributes(spec)
@@ -228,6 +235,12 @@ def attributes(spec: Spec) -> dict[str, Any]:
     elif isinstance(spec, StepSpec):
         named |= _attention_attributes(spec.attn) | _append_attributes(spec.append)
         named |= {"logn": np.int32(spec.logn or 0), "logn_zero_based": np.bool_(spec.logn_zero_based)}
+    elif isinstance(spec, PlanSpec):
+        named |= {"dtype": spec.attn.dtype, "kv_dtype": spec.attn.kv_dtype}
+        sizes = ("num_q_heads", "num_kv_heads", "head_dim", "value_dim", "page_size")
+        named |= {name: np.int32(getattr(spec.attn, name)) for name in sizes}
+        named |= {name: np.int64(getattr(spec, name)) for name in ("num_tokens", "max_pages")}
+        named |= {"plain": np.bool_(spec.plain)}
     elif isinstance(spec, GatherSpec):
         named |= {"kv_dtype": spec.kv_dtype}
     return named

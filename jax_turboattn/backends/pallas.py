@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .. import quant
-from ..spec import AttnSpec, Spec, StepSpec
+from ..spec import AttnSpec, PlanSpec, Spec, StepSpec
 from . import xla
 
 Named = dict[str, Any]
@@ -58,7 +58,7 @@ def supports(spec: Spec) -> str | None:
     reason = load()[2]
     if reason is not None:
         return reason
-    attn = spec.attn if isinstance(spec, StepSpec) else spec
+    attn = spec.attn if isinstance(spec, StepSpec | PlanSpec) else spec
     if not isinstance(attn, AttnSpec) or attn.op != "paged_attention":
         return f"the Pallas kernel serves paged_attention, paged_decode and paged_attention_step, not {spec.op}"
     if attn.dtype == "float32":
@@ -79,6 +79,8 @@ def supports(spec: Spec) -> str | None:
 
 def refuses_sizes(spec: Spec, shapes: dict[str, tuple[int, ...]]) -> str | None:
     """None when the kernel can address arrays of these shapes, else the reason why not."""
+    if isinstance(spec, PlanSpec):
+        return None
     attn = spec.attn if isinstance(spec, StepSpec) else spec
     tokens = shapes["page_table"][1] * attn.page_size
     rows = math.prod(shapes["query"][:-2]) * _padded_group(attn)
@@ -95,6 +97,8 @@ def refuses_sizes(spec: Spec, shapes: dict[str, tuple[int, ...]]) -> str | None:
 
 def run(spec: Spec, platform: str, *operands: jax.Array) -> tuple[jax.Array, ...]:
     """The results of the primitive `spec.op`; on platform "cpu" in interpret mode."""
+    if isinstance(spec, PlanSpec):
+        return xla.run(spec, *operands)
     attend = functools.partial(_paged_attention, interpret=platform == "cpu")
     if isinstance(spec, StepSpec):  # prologue and append are plain jnp: attention is what takes the time
         return xla.run_operation(functools.partial(xla.paged_attention_step, attend=attend), spec, *operands)

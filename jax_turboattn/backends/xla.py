@@ -23,11 +23,13 @@ from .. import quant, rotation
 from ..rope import RopeConfig
 from ..spec import (
     INTEGER_KV_DTYPES,
+    PLAN_SHAPE,
     AppendSpec,
     AttnSpec,
     CopySpec,
     GatherSpec,
     MergeSpec,
+    PlanSpec,
     Spec,
     StepSpec,
     on_stacked_cache,
@@ -786,6 +788,10 @@ def _merge_partials(spec: MergeSpec, named: Named) -> tuple[jax.Array, ...]:
     return out.astype(spec.out_dtype), origin + jnp.log(total)
 
 
+def _make_plan(spec: PlanSpec, named: Named):
+    return (jnp.zeros(PLAN_SHAPE, jnp.int32),)  # nothing here reads one
+
+
 _OPERATIONS = {
     "attention": _attention,
     "ragged_attention": _ragged_attention,
@@ -794,5 +800,6 @@ _OPERATIONS = {
     "paged_attention_step": paged_attention_step,
     "gather_kv": _gather_kv,
     "copy_pages": _copy_pages,
+    "make_plan": _make_plan,
     "merge_partials": _merge_partials,
 }

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import backends
 from ..backends import ffi, pallas, xla
-from ..spec import AttnSpec, MergeSpec, Spec, StepSpec, on_stacked_cache, written_caches
+from ..spec import AttnSpec, MergeSpec, Spec, StepSpec, on_stacked_cache, without_plan, written_caches
 
 Named = dict[str, Any]
 
@@ -177,7 +177,8 @@ def _partitioned(definition: Definition, inner: Primitive, spec: Spec):
     group = _group(spec)
 
     def call(local_spec):
-        return lambda *operands: tuple(inner.bind(*operands, spec=local_spec))
+        taken = [i for i, name in enumerate(spec.operands) if name in local_spec.operands]
+        return lambda *operands: tuple(inner.bind(*(operands[i] for i in taken), spec=local_spec))
 
     def size(mesh, axis):
         return math.prod(mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis or ()))
@@ -207,7 +208,8 @@ def _partitioned(definition: Definition, inner: Primitive, spec: Spec):
             axes = [t[0] if t[1:].isdigit() and n > 1 else t for t, n in zip(toks, info.shape)]
             return NamedSharding(mesh, PartitionSpec(*(where.get(t) for t in axes)))
 
-        local = call(_with_fewer_heads(spec, size(mesh, chosen.get("k"))))
+        # A plan is for all heads and sequences: those of a shard plan for themselves.
+        local = call(_with_fewer_heads(without_plan(spec) if chosen else spec, size(mesh, chosen.get("k"))))
         results = tuple(map(sharding, result_tokens, result_infos))
         return mesh, local, results, tuple(map(sharding, tokens, arg_infos))
 
@@ -254,6 +256,7 @@ def _batch(definition: Definition, primitive: Primitive, args, dims, *, spec):
         outs = jax.lax.map(lambda xs: tuple(primitive.bind(*xs, spec=spec)), looped)
         return list(outs), [0] * len(outs)
 
+    spec = without_plan(spec)  # which is for the sequences of one example
     present = [name for name in _CACHES if name in mapped]
     writes = bool(present) and not isinstance(spec, (AttnSpec,)) and spec.op != "gather_kv"
     fold_caches = writes or any(mapped[name][1] is not None for name in present)

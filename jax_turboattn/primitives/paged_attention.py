@@ -17,6 +17,7 @@ def _axes(spec):
         query=f"{_rows(spec)} h d",
         sinks="h",
         alibi_slopes="h",
+        plan="blocks eight",
         tree_mask="t j",
     )
 

@@ -20,6 +20,7 @@ def _axes(spec):
         positions="t three" if spec.append.rope is not None and spec.append.rope.sections else "t",
         sinks="h",
         alibi_slopes="h",
+        plan="blocks eight",
         tree_mask="t u",
     )
 

@@ -26,7 +26,9 @@ import jax_turboattn as ta
 H, K, D, P, N, M, B, T, L = 4, 2, 64, 16, 40, 6, 5, 40, 2
 INT32 = np.iinfo(np.int32)
 DTYPE = "bfloat16"
-PAGED = [(op, kv) for op in ("attention", "ranked", "decode", "step", "few") for kv in (DTYPE, "int8")]
+PLAN_WORDS = (16, 8)  # of a plan's 512 rows, as often as it takes
+PLANNED = ("planned_decode", "planned_few")  # a plan that holds anything may give NaN, but names no page
+PAGED = [(op, kv) for op in ("attention", "ranked", "decode", "step", "few", *PLANNED) for kv in (DTYPE, "int8")]
 STORAGE = [(op, kv) for op in ("append", "gather", "copy") for kv in (DTYPE, "int8", "int4", "float8_e4m3fn")]
 PROGRAMS = [*PAGED, *STORAGE, ("ragged", DTYPE), ("dense", DTYPE)]
 
@@ -76,6 +78,8 @@ def draw(rng: np.random.Generator, sets: int) -> dict[str, np.ndarray]:
         key_value_seq_lengths=ints(rng, (sets, B), 0, T),
         query_offset=ints(rng, (sets, B), -T, T),
         segment_ids=ints(rng, (sets, B, T), 0, 3),
+        plan=ints(rng, (sets, *PLAN_WORDS), 0, T),
+        plan_kept=rng.random((sets, *PLAN_WORDS)) < rng.random((sets, 1, PLAN_WORDS[1])),
     )
 
 
@@ -131,6 +135,24 @@ def calls(implementation: str) -> dict[str, Callable]:
         named = take(index, *paged, "read_only_pages", "local_window_size") | {"positions": index["positions"][:B]}
         return ta.paged_attention_step(query[:B], key[:B], value[:B], cache, **named, rope=rope, **common)
 
+    def planned(function, cache, index, named):
+        """With a plan of which some words are wild. Those that say what grid it is for stay: else nothing reads it."""
+        arguments = dict(q_offsets=None) | {n: x for n, x in named.items() if n in paged}
+        plan = ta.make_plan(query[:B], cache, **arguments, **common)
+        parts = plan.data.reshape(-1, *PLAN_WORDS)
+        kept = index["plan_kept"].at[:, 0].set(True)
+        plan = dataclasses.replace(plan, data=jnp.where(kept, parts, index["plan"]).reshape(plan.data.shape))
+        return function(cache=cache, **named, plan=plan, **common)
+
+    def planned_decode(cache, index):
+        named = take(index, "page_table", "kv_lens", "layer")
+        return planned(functools.partial(ta.paged_decode, query[:B]), cache, index, named)
+
+    def planned_few(cache, index):
+        named = take(index, *paged, "read_only_pages") | {"positions": index["positions"][:B]}
+        few = functools.partial(ta.paged_attention_step, query[:B], key[:B], value[:B], rope=rope)
+        return planned(few, cache, index, named)
+
     def append(cache, index):
         return ta.append_kv(cache, key, value, **take(index, *paged, *written), rope=rope, **common)
 
@@ -149,7 +171,7 @@ def calls(implementation: str) -> dict[str, Callable]:
         names = ("query_seq_lengths", "key_value_seq_lengths", "query_offset", "segment_ids", "local_window_size")
         return ta.attention(*batched, is_causal=True, **take(index, *names), **common)
 
-    functions = (attention, ranked, decode, step, few, append, gather, copy, ragged, dense)
+    functions = (attention, ranked, decode, step, few, planned_decode, planned_few, append, gather, copy, ragged, dense)
     return {f.__name__: f for f in functions}
 
 
@@ -177,7 +199,7 @@ def program(name: str, implementation: str):
         results = results if isinstance(results, tuple) else (results,)
         arrays = [x for x in results if not isinstance(x, ta.PagedKVCache)]
         nan = jnp.any(jnp.array([jnp.any(jnp.isnan(x)) for x in arrays])) if arrays else jnp.bool_(False)
-        bad = nan.astype(jnp.int32)
+        bad = jnp.where(name in PLANNED, 0, nan.astype(jnp.int32))
         for after in (x for x in results if isinstance(x, ta.PagedKVCache)):
             named = index["destination" if name == "copy" else "page_table"].ravel()
             bad += 2 * (~untouched(cache, after, named)).astype(jnp.int32)

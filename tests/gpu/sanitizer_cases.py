@@ -98,6 +98,17 @@ def decode(rng, row):
     return step, (*new, cache(rng, row), page_table(rng), KV_LENS, offsets)
 
 
+def planned(rng, row):
+    """The same step with a plan, which the row's launch makes."""
+    step, arguments = decode(rng, row)
+
+    def call(query, key, value, *rest):
+        plan = ta.make_plan(query, *rest)
+        return step(query, key, value, *rest, plan=plan)
+
+    return call, arguments
+
+
 def merge(rng, row):
     outs, lses = normal(rng, row["dtype"], 3, 9, H, dims(row)[1]), normal(rng, "float32", 3, 9, H)
     lses[1, ::2] = -np.inf
@@ -159,7 +170,7 @@ def run(row: dict, seed: int = 0) -> None:
     if row["family"] == "sm90" and (row["head_dim"], row["dtype"], row["kv_dtype"]) == (128, "bfloat16", "bfloat16"):
         makers.append(clusters)
     if row["phase"] == "decode" and row["dtype"] == row["kv_dtype"]:
-        makers.append(one_sequence)
+        makers += [one_sequence, planned]
     os.environ["JAX_TURBOATTN_IMPLEMENTATION"] = implementation(row)
     for make in makers:
         function, arguments = make(np.random.default_rng(seed), row)

@@ -129,27 +129,16 @@ __device__ inline void FillRow(const PagedAttentionParams& params, const CallFac
   tile->segment[r] = 0;
 }
 
-// The share of sequence b.
+// The share of sequence b, which has these tokens and, in plain calls, this length.
 template <int kRows>
-__device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& facts, int b) {
-  const Sequences& seqs = params.seqs;
+__device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& facts, int b, int first_token, int q_len,
+                         int kv_len) {
   Share share = {};
-  if (seqs.q_ranges == nullptr) {
-    share.q_len = static_cast<int>(seqs.uniform_q_len);
-    share.first_token = b * share.q_len;
-  } else {
-    const int tokens = static_cast<int>(seqs.num_tokens);
-    share.first_token = min(max(seqs.q_ranges[2 * static_cast<int64_t>(b)], 0), tokens);
-    share.q_len =
-        min(max(seqs.q_ranges[2 * static_cast<int64_t>(b) + 1], share.first_token), tokens) - share.first_token;
-  }
-  if (share.q_len == 0 || share.q_len > facts.decode_q_len) return share;
-  if (facts.plain) {
-    share.kv_len = seqs.kv_lens[b];
-    share.blocks = BlocksOf(KeysOf(facts, share.kv_len));
-  } else {
-    share.blocks = ViewAny(params, b, share.q_len, nullptr, nullptr);
-  }
+  share.first_token = first_token;
+  share.q_len = q_len;
+  share.kv_len = kv_len;
+  if (q_len == 0 || q_len > facts.decode_q_len) return share;
+  share.blocks = facts.plain ? BlocksOf(KeysOf(facts, kv_len)) : ViewAny(params, b, q_len, nullptr, nullptr);
   share.blocks = max(share.blocks, 1);
   share.parts = share.blocks;
   const int units = static_cast<int>(params.cache.num_kv_heads) * ((share.q_len * facts.group + kRows - 1) / kRows);
@@ -160,6 +149,117 @@ __device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& fa
   }
   share.cost = int64_t{units} * share.parts;
   return share;
+}
+
+template <int kRows>
+__device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& facts, int b) {
+  const Sequences& seqs = params.seqs;
+  const int kv_len = facts.plain ? seqs.kv_lens[b] : 0;
+  if (seqs.q_ranges == nullptr) {
+    const int q_len = static_cast<int>(seqs.uniform_q_len);
+    return ShareOf<kRows>(params, facts, b, b * q_len, q_len, kv_len);
+  }
+  const int tokens = static_cast<int>(seqs.num_tokens);
+  const int begin = min(max(seqs.q_ranges[2 * static_cast<int64_t>(b)], 0), tokens);
+  const int end = min(max(seqs.q_ranges[2 * static_cast<int64_t>(b) + 1], begin), tokens);
+  return ShareOf<kRows>(params, facts, b, begin, end - begin, kv_len);
+}
+
+// From place `offset` of sequence b's share to the sequence that has the place, and where in its share. False: none
+// has, which only a schedule can ask for.
+template <int kRows>
+__device__ bool Seek(const PagedAttentionParams& params, const CallFacts& facts, int* b, Share* share,
+                     int64_t* offset) {
+  while (*offset < 0 || *offset >= share->cost) {
+    const bool back = *offset < 0;
+    if (!back) *offset -= share->cost;
+    *b += back ? -1 : 1;
+    if (*b == static_cast<int>(params.seqs.batch)) return false;
+    *share = ShareOf<kRows>(params, facts, *b);
+    if (back) *offset += share->cost;
+  }
+  return true;
+}
+
+// How a block finds its part of the list: each thread has a few sequences that follow each other, mostly one.
+template <class Traits>
+struct ListSearch {
+  int b = 0;         // the thread's last sequence
+  Share share = {};  // of that
+  int64_t cost = 0;  // of all that the thread has
+  int64_t begin = 0;
+  int64_t total;
+  bool all_even = false;
+
+  __device__ ListSearch(const PagedAttentionParams& params, const CallFacts& facts) {
+    const int batch = static_cast<int>(params.seqs.batch);
+    const int each_thread = (batch + Traits::kThreads - 1) / Traits::kThreads;
+    const int first = threadIdx.x * each_thread;
+    b = first;
+    for (const int end = min(b + each_thread, batch); b < end; ++b) {
+      share = ShareOf<Traits::kRows>(params, facts, b);
+      cost += share.cost;
+    }
+    const int count = b - first;
+    --b;
+    total = ScanOverThreads<Traits::kThreads>(cost, &begin);
+    if (facts.even.units > 0) {
+      all_even = __syncthreads_and(count == 0 || (share.cost * batch == total && share.cost * count == cost));
+    }
+  }
+  __device__ bool Has(int64_t place) const { return place >= begin && place - begin < cost; }
+  // Of a place from the start of the last sequence's share, negative before it.
+  __device__ int64_t Offset(int64_t place) const { return place - (begin + cost - share.cost); }
+};
+
+// An entry of a schedule, as a decode block reads it: it may hold anything.
+struct alignas(16) ScheduledPart {
+  int grid;                        // the blocks that it was made for; 0: it says nothing
+  int count;                       // of the block's places in the list
+  int b, offset;                   // the first one's sequence, and where in its share it is
+  int first_token, q_len, kv_len;  // of that sequence
+  int parts;                       // of the last place's unit, if it begins in this block: blocks that have some of it
+};
+static_assert(sizeof(ScheduledPart) == kScheduleInts * sizeof(int32_t));
+
+// The schedule of a grid of `grid` blocks: a block for each entry, those past the grid too.
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads)
+    PlanSm80(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts call, int grid) {
+  CallFacts facts = call;
+  facts.plain = true;  // no other calls have a schedule: ViewAny is left out
+  const ListSearch<Traits> mine(params, facts);
+  const WorkList list(mine.total, grid, facts.even, mine.all_even);
+  const int block = static_cast<int>(blockIdx.x);
+  ScheduledPart& part = reinterpret_cast<ScheduledPart*>(params.new_schedule)[block];
+  const bool fits = block < grid && list.total <= INT_MAX;
+  if (!fits || block >= list.blocks) {
+    if (threadIdx.x == 0) part = ScheduledPart{fits ? grid : 0};
+    return;
+  }
+  int64_t begin = 0, end = 0;
+  list.Range(block, facts.even, &begin, &end);
+  if (mine.Has(begin)) {
+    int b = mine.b;
+    Share share = mine.share;
+    int64_t offset = mine.Offset(begin);
+    Seek<Traits::kRows>(params, facts, &b, &share, &offset);
+    part.grid = grid;
+    part.count = static_cast<int>(end - begin);
+    part.b = b;
+    part.offset = static_cast<int>(offset);
+    part.first_token = share.first_token;
+    part.q_len = share.q_len;
+    part.kv_len = share.kv_len;
+  }
+  if (mine.Has(end - 1)) {
+    int b = mine.b;
+    Share share = mine.share;
+    int64_t offset = mine.Offset(end - 1);
+    Seek<Traits::kRows>(params, facts, &b, &share, &offset);
+    const int64_t last = end - 1 - offset % share.parts + share.parts - 1;  // the unit's
+    part.parts = list.BlockOf(last) - block + 1;
+  }
 }
 
 // The rows of a unit whose parts are the blocks of a cluster. Each block finishes some quads of four columns: the
@@ -235,207 +335,214 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   const int group = facts.group;
   const bool fixed_parts = params.batch_invariant;
 
-  // A cluster knows its unit. Else a thread has a few sequences that follow each other, mostly one.
+  // A cluster knows its unit, a schedule the block's part of the list. Else the block finds it.
   const bool clustered = facts.cluster_shift >= 0;
   const int block = static_cast<int>(blockIdx.x);
+  ScheduledPart scheduled = {};
+  if (facts.schedule != nullptr) scheduled = reinterpret_cast<const ScheduledPart*>(facts.schedule)[block];
   Share share = {};
   int b = 0;
-  int64_t my_cost = 0, my_begin = 0, total = 0;
-  bool all_even = false;
+  int64_t position = 0, end = 0, offset = 0;
+  bool finds = threadIdx.x == 0, moves = true;
   if (clustered) {
     // Which pages it is depends on the length; where they are named does not.
     constexpr int kLine = 32;  // entries
     if (threadIdx.x * kLine < params.seqs.max_pages) Prefetch(params.seqs.page_table + threadIdx.x * kLine);
     if (threadIdx.x == kThreads - 1) Prefetch(params.seqs.layer);
     if (threadIdx.x == 0) share = ShareOf<kRows>(params, facts, 0);
+    end = 1;
+  } else if (scheduled.grid == static_cast<int>(gridDim.x)) {
+    // Any contents name rows, keys and slots that exist, and come to an end: that of the last sequence.
+    b = scheduled.b;
+    end = b >= 0 && b < batch ? scheduled.count : 0;
+    offset = max(scheduled.offset, 0);
+    if (finds && position < end) {
+      const int tokens = static_cast<int>(params.seqs.num_tokens);
+      const int first_token = min(max(scheduled.first_token, 0), tokens);
+      const int q_len = min(max(scheduled.q_len, 0), tokens - first_token);
+      share = ShareOf<kRows>(params, facts, b, first_token, q_len, scheduled.kv_len);
+    }
+    if (finds) shared.last_parts = min(max(scheduled.parts, 1), static_cast<int>(gridDim.x) - block);
   } else {
-    const int each_thread = (batch + kThreads - 1) / kThreads;
-    const int first = threadIdx.x * each_thread;
-    b = first;
-    for (const int end = min(b + each_thread, batch); b < end; ++b) {
-      share = ShareOf<kRows>(params, facts, b);
-      my_cost += share.cost;
+    const ListSearch<Traits> mine(params, facts);
+    const WorkList list(mine.total, static_cast<int>(gridDim.x), facts.even, mine.all_even);
+    if (threadIdx.x == 0) {
+      shared.list = list;
+      shared.last_parts = 0;
+      if (blockIdx.x == 0) *workspace.slots_in_use = fixed_parts ? list.total : 2 * static_cast<int64_t>(gridDim.x);
     }
-    const int count = b - first;
-    --b;
-    total = ScanOverThreads<kThreads>(my_cost, &my_begin);
-    if (facts.even.units > 0) {
-      all_even = __syncthreads_and(count == 0 || (share.cost * batch == total && share.cost * count == my_cost));
-    }
+    if (block < list.blocks) list.Range(block, facts.even, &position, &end);
+    // The first part's sequence is found by the thread that has it.
+    finds = mine.Has(position);
+    share = mine.share;
+    b = mine.b;
+    offset = mine.Offset(position);
   }
-  const WorkList list(total, static_cast<int>(gridDim.x), facts.even, all_even);
 
   // Slots of this block that no part will claim say so; slots of other parts are set when their part is.
-  if (threadIdx.x == 0 && !clustered) {
-    shared.list = list;
-    if (blockIdx.x == 0) *workspace.slots_in_use = fixed_parts ? list.total : 2 * static_cast<int64_t>(gridDim.x);
-    if (!fixed_parts) workspace.info[2 * blockIdx.x] = workspace.info[2 * blockIdx.x + 1] = SlotInfo{};
+  if (threadIdx.x == 0 && !clustered && !fixed_parts) {
+    workspace.info[2 * blockIdx.x] = workspace.info[2 * blockIdx.x + 1] = SlotInfo{};
   }
 
-  if (clustered || block < list.blocks) {
-    int64_t position = 0, end = 1;
-    if (!clustered) list.Range(block, facts.even, &position, &end);
-    // The first part's sequence is found by the thread that has it, which has seen its last sequence last. The next
-    // ones are found by thread 0, which goes on from there.
-    bool finds = clustered ? threadIdx.x == 0 : position >= my_begin && position - my_begin < my_cost, moves = true;
-    int64_t offset = position - (my_begin + my_cost - share.cost);
-    while (position < end) {
-      if (finds) {
-        while (!clustered && (offset < 0 || offset >= share.cost)) {
-          const bool back = offset < 0;
-          if (!back) offset -= share.cost;
-          b += back ? -1 : 1;
-          share = ShareOf<kRows>(params, facts, b);
-          if (back) offset += share.cost;
-          moves = true;
-        }
-        shared.b = b;
-        shared.offset = offset;
-        if (moves) {
-          shared.share = share;
-          if (share.cost == 0) {
-            // A cluster without work.
-          } else if (facts.plain) {
-            ViewPlain(params, share, KeysOf(facts, share.kv_len), &shared.view, &shared.blocks);
-          } else {
-            ViewAny(params, b, share.q_len, &shared.view, &shared.blocks);
-          }
-        }
-      }
-      __syncthreads();  // and the part before this one has been read
-      share = shared.share;
-      b = shared.b;
-      offset = shared.offset;
-      int unit, within, first_block, num_blocks;
-      if (clustered) {
-        const unsigned peers = 1u << facts.cluster_shift, rank = blockIdx.x & (peers - 1), blocks = share.blocks;
-        unit = static_cast<int>(blockIdx.x >> facts.cluster_shift);
-        within = first_block = static_cast<int>(blocks * rank >> facts.cluster_shift);
-        num_blocks = static_cast<int>(blocks * (rank + 1) >> facts.cluster_shift) - first_block;  // may be 0
-        if (int64_t{unit} * share.parts >= share.cost) break;  // the sequence has fewer rows than it could
-      } else {
-        unit = static_cast<int>(Divide(offset, share.parts));
-        within = static_cast<int>(offset - int64_t{unit} * share.parts);
-        first_block = fixed_parts ? within * share.part_blocks : within;
-        num_blocks = static_cast<int>(
-            min(int64_t{share.blocks} - first_block, fixed_parts ? int64_t{share.part_blocks} : end - position));
-      }
-      const int tile = unit < heads ? 0 : unit / heads, head = unit - tile * heads, first_row = tile * kRows;
-      const int rows = min(share.q_len * group - first_row, kRows);
-
-      // A sequence without a key to see has one block in the list and none here.
-      const int keyed = shared.blocks.total() == 0 ? 0 : num_blocks;
-      MainloopSm80<Traits> mainloop(params, facts, shared, b, head, first_block, keyed,
-                                    share.q_len > 1 || shared.view.has_tree);
-      mainloop.LookUp(0);
-      QueryChunks<Traits> query(params, group, share.first_token, head, first_row, rows, share.q_len == 1);
-      // The turns of a sequence's only token are for all rows of the query, and its key: a pair a thread.
-      const RopeParams& rope = params.prologue.rope;
-      const bool turns_once = share.q_len == 1, turns_pair = turns_once && threadIdx.x < rope.dim / 2;
-      const uint64_t rope_step = turns_pair && rope.turns != nullptr ? RopeStep(rope.turns, threadIdx.x) : 0;
-      const NewRows<Traits> new_rows(params, facts, shared.view, shared.blocks, b, head, first_block,
-                                     first_block + num_blocks);
-      // New rows are stored before they are loaded back.
-      mainloop.Run(new_rows.Touch(first_block + Traits::kSteps - 1), [&] {
-        // Instructions of several warps arrive at the same time: each has work of its own, as far as it goes.
-        const int r = kThreads - 1 - threadIdx.x;
-        if (r < kRows) FillRow<kRows>(params, facts, shared.view, head, first_row, rows, r, &shared.rows);
-        if (turns_pair) {
-          const int j = threadIdx.x;
-          const int64_t token = share.first_token, at = shared.view.position;
-          shared.turns()[j] = rope.turns != nullptr
-                                  ? RopeTurn(rope, RopeAngle(rope_step, RopePosition(rope, j, token, at)))
-                                  : AnyTurn(rope, b, j, token, at);
-        }
-        query.Put(shared.query());
-        __syncthreads();
-        new_rows.Store(mainloop.layer, shared.new_row(), turns_once && facts.same_rope ? shared.turns() : nullptr);
-        if (PrologueOf(params) != nullptr) {
-          const auto element = [&](int r, int d) -> E& {
-            return shared.query()[SwizzledChunk<kDim / kChunk>(r, d / kChunk) * kChunk + d % kChunk];
-          };
-          const auto turn = [&](int r, int j) {
-            return turns_once ? shared.turns()[j] : AnyTurn(rope, b, j, shared.rows.token[r], shared.rows.position[r]);
-          };
-          // The other two warps have a token's K and V.
-          if (params.append.key != nullptr && share.q_len == 1) {
-            constexpr int kFirst = kThreads / 2;
-            if (threadIdx.x < kFirst) {
-              ApplyPrologue<E, kDim, kFirst>(params.prologue, shared.rows, 0, rows, threadIdx.x, element, turn);
-            }
-          } else {
-            ApplyPrologue<E, kDim, kThreads>(params.prologue, shared.rows, 0, rows, threadIdx.x, element, turn);
-          }
-          __syncthreads();
-        }
-        if constexpr (Traits::kQuantised) {
-          MakeCodeQuery(shared, rows);
-          __syncthreads();
-        }
-        mainloop.TakeQuery();
-        __syncthreads();  // the rings take the query's place, and the new rows are in the cache
-      });
-      __syncthreads();  // the rings become the exchange buffer
-      if (clustered) ArriveAtCluster();
-      mainloop.Publish();
-      // Read once more: registers were the mainloop's. Before the barrier: then the next sequence may take its place.
-      share = shared.share;
-      b = shared.b;
-      offset = shared.offset;
-      __syncthreads();
-
-      const bool whole = num_blocks == share.blocks && !clustered;
-      const ClusterMerge<Traits> cluster(facts, shared, rows);
-      if (clustered) WaitForCluster();  // for the others' memory
-      const int64_t slot = fixed_parts ? position : 2 * static_cast<int64_t>(blockIdx.x) + (within == 0 ? 1 : 0);
-      float* partial = workspace.data + slot * kSlotFloats<kRows, kDim>;
-      if (threadIdx.x == 0 && !whole && !clustered) {
-        SlotInfo info = {0, rows, share.first_token, head, first_row};
-        if (within == 0 && fixed_parts) {
-          info.parts = share.parts;
-        } else if (within == 0) {
-          info.parts = shared.list.BlockOf(position + share.blocks - 1) - block + 1;
-        }
-        workspace.info[slot] = info;
-      }
-      if (threadIdx.x == 0 && whole && fixed_parts) workspace.info[slot] = SlotInfo{};
-      const WarpResults<Traits>& results = shared.results;
-#pragma unroll 1
-      for (int i = threadIdx.x; i < rows * (kDim / 4); i += kThreads) {
-        const int row = i / (kDim / 4), d = i % (kDim / 4) * 4;
-        float max = -Infinity(), sum = 0.f;
-        for (int w = 0; w < kWarps; ++w) max = fmaxf(max, results.max[w][row]);
-        float4 x = {0.f, 0.f, 0.f, 0.f};
-        for (int w = 0; w < kWarps; ++w) {
-          const float weight = results.max[w][row] == -Infinity() ? 0.f : Exp2(results.max[w][row] - max);
-          const float4 o = *reinterpret_cast<const float4*>(&results.o[w][row][d]);
-          sum += weight * results.sum[w][row];
-          x = {x.x + weight * o.x, x.y + weight * o.y, x.z + weight * o.z, x.w + weight * o.w};
-        }
-        if (whole) {
-          FinishQuad<E, kDim>(params, shared.rows.token[row], shared.rows.head[row], d, max, sum, x);
-        } else if (clustered) {
-          cluster.Send(i, x, max, sum);
+  // The next parts' sequences are found by thread 0, which goes on from there.
+  while (position < end) {
+    if (finds) {
+      const int from = b;
+      const bool found = clustered || Seek<kRows>(params, facts, &b, &share, &offset);
+      moves = found && (moves || b != from);
+      if (!found) b = -1;
+      shared.b = b;
+      shared.offset = offset;
+      shared.position = position;
+      shared.end = end;
+      if (moves) {
+        shared.share = share;
+        if (share.cost == 0) {
+          // A cluster without work.
+        } else if (facts.plain) {
+          ViewPlain(params, share, KeysOf(facts, share.kv_len), &shared.view, &shared.blocks);
         } else {
-          *reinterpret_cast<float4*>(partial + row * kDim + d) = x;
-          if (d == 0) {
-            partial[kRows * kDim + row] = max;
-            partial[kRows * kDim + kRows + row] = sum;
-          }
+          ViewAny(params, b, share.q_len, &shared.view, &shared.blocks);
         }
       }
-      if (clustered) {
-        ArriveAtCluster();
-        WaitForCluster();
-        cluster.Finish(params);
-        break;
-      }
-      const int taken = fixed_parts ? 1 : num_blocks;
-      position += taken;
-      offset += taken;
-      finds = threadIdx.x == 0;
-      moves = false;
     }
+    __syncthreads();  // and the part before this one has been read
+    share = shared.share;
+    b = shared.b;
+    offset = shared.offset;
+    if (b < 0) break;
+    int unit, within, first_block, num_blocks;
+    if (clustered) {
+      const unsigned peers = 1u << facts.cluster_shift, rank = blockIdx.x & (peers - 1), blocks = share.blocks;
+      unit = static_cast<int>(blockIdx.x >> facts.cluster_shift);
+      within = first_block = static_cast<int>(blocks * rank >> facts.cluster_shift);
+      num_blocks = static_cast<int>(blocks * (rank + 1) >> facts.cluster_shift) - first_block;  // may be 0
+      if (int64_t{unit} * share.parts >= share.cost) break;  // the sequence has fewer rows than it could
+    } else {
+      unit = static_cast<int>(Divide(offset, share.parts));
+      within = static_cast<int>(offset - int64_t{unit} * share.parts);
+      first_block = fixed_parts ? within * share.part_blocks : within;
+      num_blocks = static_cast<int>(
+          min(int64_t{share.blocks} - first_block, fixed_parts ? int64_t{share.part_blocks} : end - position));
+    }
+    const int tile = unit < heads ? 0 : unit / heads, head = unit - tile * heads, first_row = tile * kRows;
+    const int rows = min(share.q_len * group - first_row, kRows);
+
+    // A sequence without a key to see has one block in the list and none here.
+    const int keyed = shared.blocks.total() == 0 ? 0 : num_blocks;
+    MainloopSm80<Traits> mainloop(params, facts, shared, b, head, first_block, keyed,
+                                  share.q_len > 1 || shared.view.has_tree);
+    mainloop.LookUp(0);
+    QueryChunks<Traits> query(params, group, share.first_token, head, first_row, rows, share.q_len == 1);
+    // The turns of a sequence's only token are for all rows of the query, and its key: a pair a thread.
+    const RopeParams& rope = params.prologue.rope;
+    const bool turns_once = share.q_len == 1, turns_pair = turns_once && threadIdx.x < rope.dim / 2;
+    const uint64_t rope_step = turns_pair && rope.turns != nullptr ? RopeStep(rope.turns, threadIdx.x) : 0;
+    const NewRows<Traits> new_rows(params, facts, shared.view, shared.blocks, b, head, first_block,
+                                   first_block + num_blocks);
+    // New rows are stored before they are loaded back.
+    mainloop.Run(new_rows.Touch(first_block + Traits::kSteps - 1), [&] {
+      // Instructions of several warps arrive at the same time: each has work of its own, as far as it goes.
+      const int r = kThreads - 1 - threadIdx.x;
+      if (r < kRows) FillRow<kRows>(params, facts, shared.view, head, first_row, rows, r, &shared.rows);
+      if (turns_pair) {
+        const int j = threadIdx.x;
+        const int64_t token = share.first_token, at = shared.view.position;
+        shared.turns()[j] = rope.turns != nullptr
+                                ? RopeTurn(rope, RopeAngle(rope_step, RopePosition(rope, j, token, at)))
+                                : AnyTurn(rope, b, j, token, at);
+      }
+      query.Put(shared.query());
+      __syncthreads();
+      new_rows.Store(mainloop.layer, shared.new_row(), turns_once && facts.same_rope ? shared.turns() : nullptr);
+      if (PrologueOf(params) != nullptr) {
+        const auto element = [&](int r, int d) -> E& {
+          return shared.query()[SwizzledChunk<kDim / kChunk>(r, d / kChunk) * kChunk + d % kChunk];
+        };
+        const auto turn = [&](int r, int j) {
+          return turns_once ? shared.turns()[j] : AnyTurn(rope, b, j, shared.rows.token[r], shared.rows.position[r]);
+        };
+        // The other two warps have a token's K and V.
+        if (params.append.key != nullptr && share.q_len == 1) {
+          constexpr int kFirst = kThreads / 2;
+          if (threadIdx.x < kFirst) {
+            ApplyPrologue<E, kDim, kFirst>(params.prologue, shared.rows, 0, rows, threadIdx.x, element, turn);
+          }
+        } else {
+          ApplyPrologue<E, kDim, kThreads>(params.prologue, shared.rows, 0, rows, threadIdx.x, element, turn);
+        }
+        __syncthreads();
+      }
+      if constexpr (Traits::kQuantised) {
+        MakeCodeQuery(shared, rows);
+        __syncthreads();
+      }
+      mainloop.TakeQuery();
+      __syncthreads();  // the rings take the query's place, and the new rows are in the cache
+    });
+    __syncthreads();  // the rings become the exchange buffer
+    if (clustered) ArriveAtCluster();
+    mainloop.Publish();
+    // Read once more: registers were the mainloop's. Before the barrier: then the next sequence may take its place.
+    share = shared.share;
+    b = shared.b;
+    offset = shared.offset;
+    position = shared.position;
+    end = shared.end;
+    __syncthreads();
+
+    const bool whole = num_blocks == share.blocks && !clustered;
+    const ClusterMerge<Traits> cluster(facts, shared, rows);
+    if (clustered) WaitForCluster();  // for the others' memory
+    const int64_t slot = fixed_parts ? position : 2 * static_cast<int64_t>(blockIdx.x) + (within == 0 ? 1 : 0);
+    float* partial = workspace.data + slot * kSlotFloats<kRows, kDim>;
+    if (threadIdx.x == 0 && !whole && !clustered) {
+      SlotInfo info = {0, rows, share.first_token, head, first_row};
+      if (within == 0 && fixed_parts) {
+        info.parts = share.parts;
+      } else if (within == 0) {
+        const int parts = shared.last_parts;
+        info.parts = parts > 0 ? parts : shared.list.BlockOf(position + share.blocks - 1) - block + 1;
+      }
+      workspace.info[slot] = info;
+    }
+    if (threadIdx.x == 0 && whole && fixed_parts) workspace.info[slot] = SlotInfo{};
+    const WarpResults<Traits>& results = shared.results;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < rows * (kDim / 4); i += kThreads) {
+      const int row = i / (kDim / 4), d = i % (kDim / 4) * 4;
+      float max = -Infinity(), sum = 0.f;
+      for (int w = 0; w < kWarps; ++w) max = fmaxf(max, results.max[w][row]);
+      float4 x = {0.f, 0.f, 0.f, 0.f};
+      for (int w = 0; w < kWarps; ++w) {
+        const float weight = results.max[w][row] == -Infinity() ? 0.f : Exp2(results.max[w][row] - max);
+        const float4 o = *reinterpret_cast<const float4*>(&results.o[w][row][d]);
+        sum += weight * results.sum[w][row];
+        x = {x.x + weight * o.x, x.y + weight * o.y, x.z + weight * o.z, x.w + weight * o.w};
+      }
+      if (whole) {
+        FinishQuad<E, kDim>(params, shared.rows.token[row], shared.rows.head[row], d, max, sum, x);
+      } else if (clustered) {
+        cluster.Send(i, x, max, sum);
+      } else {
+        *reinterpret_cast<float4*>(partial + row * kDim + d) = x;
+        if (d == 0) {
+          partial[kRows * kDim + row] = max;
+          partial[kRows * kDim + kRows + row] = sum;
+        }
+      }
+    }
+    if (clustered) {
+      ArriveAtCluster();
+      WaitForCluster();
+      cluster.Finish(params);
+      break;
+    }
+    const int taken = fixed_parts ? 1 : num_blocks;
+    position += taken;
+    offset += taken;
+    finds = threadIdx.x == 0;
+    moves = false;
   }
   FillUnownedRows(params, static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32,
                   static_cast<int64_t>(gridDim.x) * kWarps);

@@ -78,11 +78,19 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
     if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
     if (error != cudaSuccess) return error;
     if (clusters >= params.plan.decode_units) {
+      if (params.new_schedule != nullptr) {  // they need none
+        return cudaMemsetAsync(params.new_schedule, 0, kMaxDecodeBlocks * sizeof(ScheduledPart), stream);
+      }
       while (1 << (facts.cluster_shift + 1) <= cluster) ++facts.cluster_shift;
       return cudaLaunchKernelEx(&config, kernel, params, facts);
     }
   }
   if (!params.batch_invariant) facts.even = EvenCut::Of(params.seqs.batch * params.cache.num_kv_heads, blocks);
+  if (params.new_schedule != nullptr) {
+    PlanSm80<Traits><<<static_cast<unsigned>(kMaxDecodeBlocks), Traits::kThreads, 0, stream>>>(params, facts, blocks);
+    return cudaGetLastError();
+  }
+  if (facts.plain && !params.batch_invariant) facts.schedule = params.schedule;
   kernel<<<blocks, Traits::kThreads, kBytes, stream>>>(params, facts);
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
@@ -107,7 +115,8 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
 
 template <DType kE, DType kKv, int kHeadDim>
 cudaError_t Launch(const PagedAttentionParams& params, cudaStream_t stream) {
-  if (params.workspace.bytes < params.plan.workspace_bytes || !HasGroups(params.cache)) return cudaErrorInvalidValue;
+  const bool has_room = params.new_schedule != nullptr || params.workspace.bytes >= params.plan.workspace_bytes;
+  if (!has_room || !HasGroups(params.cache)) return cudaErrorInvalidValue;
   if (params.seqs.num_tokens == 0 || params.num_heads == 0) return cudaSuccess;
   return params.plan.row_tile == 8 ? LaunchTile<TraitsSm80<kE, kKv, kHeadDim, 8>>(params, stream)
                                    : LaunchTile<TraitsSm80<kE, kKv, kHeadDim, 16>>(params, stream);

@@ -96,8 +96,10 @@ struct SharedSm80 {
   TileRows<Traits::kRows> rows;
   CodeQuery<Traits::kQuantised ? Traits::kRows : 1> code_query;
   WorkList list;
-  // The sequence that is worked on, and where in its share.
-  int b;
+  int last_parts;  // of the unit that goes on in the next block, if it begins in this one; 0: the list says it
+  // The place that is worked on, where the block's end, the sequence, and where in its share.
+  int64_t position, end;
+  int b;  // -1: there is none
   int64_t offset;
   Share share;
   SequenceView view;

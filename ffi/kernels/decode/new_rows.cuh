@@ -122,12 +122,15 @@ class NewRows {
     const AppendParams& append = params_.append;
     const int64_t page = PageOf(params_.cache, layer, row.page);
     if (page == kUnmapped) return;
+    const int32_t kv_len = params_.seqs.kv_lens[b_];
     const bool is_key = item % 2 == 0;
     const int i = item / 2;
     if (Column() < kDim) {
       append::PutChunk(append, append::SideOf(append, is_key), head_, Column(),
                        reinterpret_cast<const Chunk<E>&>(row.source), s_row);
     }
+    // A schedule may be of other lengths, with which the table would name pages that are not the sequence's.
+    if (facts_.plain && kv_len - view_.q_len != view_.position) return;
     const auto turn = [&](int j) {
       return turns != nullptr ? turns[j] : AnyTurn(append.rope, b_, j, view_.first_token + i, view_.position + i);
     };

@@ -19,8 +19,9 @@ struct CallFacts {
   unsigned layers, pages;  // L and N, as far as an int32 can name them
   int cluster_shift;       // a cluster of 2^cluster_shift blocks has a unit to itself; -1: the blocks share a list
   EvenCut even;
-  bool plain;      // the keys are [0, kv_len), and nothing but causality and a tree hides any
-  bool same_rope;  // of the query and of new keys
+  const int32_t* schedule;  // null: each block finds its part of the list itself
+  bool plain;               // the keys are [0, kv_len), and nothing but causality and a tree hides any
+  bool same_rope;           // of the query and of new keys
 };
 
 // kRowTile: (token, head of the group) rows of a unit, 8 or 16: the columns of n8 tiles.
