@@ -110,11 +110,20 @@ struct TileWalkSm90 {
   static constexpr int kRows = Traits::kRows;
   const ArgumentsSm90<Params>& args;
   int64_t item = blockIdx.x / args.schedule.cluster;  // the next
+  int64_t round = 0;                                  // packed calls: of items, one for each worker
   bool mirrored = false;                              // in pairs: the item's second tile is the next
   int64_t extra = 0;  // tiles past those of the schedule: ranges that overlap make more. See PrefillSm80
   const SplitSm90& split;
 
   __device__ TileWalkSm90(const ArgumentsSm90<Params>& args, const SplitSm90& split) : args(args), split(split) {}
+
+  // To the item of the next round. Rounds go there and back: who had a longer tile of a sequence than others gets a
+  // shorter one.
+  __device__ void TurnBack() {
+    const int64_t workers = args.schedule.workers, worker = blockIdx.x / args.schedule.cluster;
+    ++round;
+    item = round * workers + (round % 2 == 0 ? worker : workers - 1 - worker);
+  }
 
   // The next tile, or one without rows when there is none left.
   __device__ void Next(TileSm90<Traits>* tile) {
@@ -158,7 +167,7 @@ struct TileWalkSm90 {
       const int64_t number = item - head * params.max_tiles + extra;
       const FoundTile found = FindTileByWarp(batch, number, units_of);
       extra = found.b < batch && (item + 1) % params.max_tiles == 0 ? extra + 1 : 0;
-      if (extra == 0) item += schedule.workers;
+      if (extra == 0) TurnBack();
       if (found.b >= batch) continue;
       b = found.b;
       length = WrittenTokens(params, b);

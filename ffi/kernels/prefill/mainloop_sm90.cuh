@@ -179,62 +179,91 @@ struct ProducerSm90 {
   RingSlot<Traits::kQuantised ? Traits::kCodeStages : kStages> slot{1};
   uint32_t query_parity = 1;
   uint32_t landed_parities = 0;  // bit i: of value_landed[i]
-  // Pages: lane i knows the page table's entry for box i of the next block.
+  // The next block. What is the same for all blocks of a run is worked out once: a producer's instructions take 13
+  // cycles each beside those of the consumers, and a block has 2,700.
+  int run_begin = 0;      // number of the run's first block
+  int first_key = 0;      // of the block
+  RunRange seen, common;  // of the unit, in this run
+  int head = 0;
+  int first_row = 0, array = 0;  // plain arrays: where the run's key 0 is
+  // Pages: lane i has box i of a block.
   static constexpr int kNoPage = -1;  // as a coordinate: outside the tensor, so that zeros are copied
-  int32_t next_entry = 0;
-  bool next_present = false;
+  const int lane_key = lane * args.box_keys;
+  const int32_t* pages = nullptr;     // ids, of the run
+  int first_page = 0, num_pages = 0;  // of the layer; none if it does not exist
+  int32_t next_entry = 0;             // the page's id, read a block ahead
+  bool next_present = false;          // a row sees a key of the box
 
   __device__ ProducerSm90(const ArgumentsSm90<Params>& args, SharedSm90<Traits>& shared, bool values)
       : args(args), shared(shared), values(values) {}
 
-  // Reads the page table early: the entry is used a block later. A box that no row sees has none.
-  __device__ void LookUp(const TileSm90<Traits>& tile, int block) {
-    next_present = false;
-    if (block < 0) return;
-    const int run = tile.blocks.RunOf(block), j = tile.blocks.FirstKey(block) + lane * args.box_keys;
-    next_present = lane * args.box_keys < kKeys && tile.unit_seen[run].Meets(j, args.box_keys);
-    if (next_present) next_entry = KeysOf(args.params, tile.b, tile.head, run).Entry(j);
+  // `block` is the last of its run.
+  __device__ void StartRun(const TileSm90<Traits>& tile, int block) {
+    const int run = tile.blocks.RunOf(block);
+    run_begin = run == 0 ? 0 : tile.blocks.count[0];
+    first_key = tile.blocks.FirstKey(block);
+    seen = tile.unit_seen[run];
+    common = tile.unit_common[run];
+    head = static_cast<int>(tile.head);
+    if constexpr (kPaged) {
+      const PagedKeys keys = KeysOf(args.params, tile.b, tile.head, run);
+      const int64_t page = PageOf(args.params.cache, keys.layer, 0);
+      pages = keys.pages;
+      first_page = static_cast<int>(page);
+      num_pages = page == kUnmapped ? 0 : static_cast<int>(args.params.cache.num_pages);
+      LookUp(first_key);
+    } else {
+      const LinearAttentionParams& params = args.params;
+      first_row = params.ragged ? static_cast<int>(ClampRange(params.kv_ranges, tile.b, params.num_keys).lo) : 0;
+      array = params.ragged ? 0 : static_cast<int>(tile.b);
+    }
   }
 
-  // Of this lane's box of a block, which LookUp() has read about: its page, and its first slot there.
-  __device__ int NextPage(const TileSm90<Traits>& tile, int block) {
-    const int64_t found =
-        next_present ? PageOf(args.params.cache, args.params.seqs.layer[tile.b], next_entry) : kUnmapped;
-    LookUp(tile, block - 1);
-    return found == kUnmapped ? kNoPage : static_cast<int>(found);
+  __device__ void LookUp(int block_key) {
+    const int key = block_key + lane_key;
+    next_present = lane_key < kKeys && seen.Meets(key, args.box_keys);
+    if (next_present) next_entry = pages[key >> (__ffs(static_cast<int>(args.params.cache.page_size)) - 1)];
   }
-  __device__ int FirstSlot(const TileSm90<Traits>& tile, int block) const {
-    return (tile.blocks.FirstKey(block) + lane * args.box_keys) & (static_cast<int>(args.params.cache.page_size) - 1);
+  // Of this lane's box: its page, and its first slot there.
+  __device__ int NextPage() {
+    const bool mapped = next_present && static_cast<uint32_t>(next_entry) < static_cast<uint32_t>(num_pages);
+    const int page = mapped ? first_page + next_entry : kNoPage;
+    LookUp(first_key - kKeys);
+    return page;
+  }
+  __device__ int FirstSlot() const {
+    return (first_key + lane_key) & (static_cast<int>(args.params.cache.page_size) - 1);
   }
   // Bit g: the block's g-th 8 keys lie on a mapped page.
   __device__ uint32_t MappedGroups(int page) const {
-    const int group_page = __shfl_sync(~0u, page, lane * 8 / args.box_keys % kWarp);
+    const int group_page = __shfl_sync(~0u, page, (lane * 8) >> (__ffs(args.box_keys) - 1));
     return __ballot_sync(~0u, lane < kGroups && group_page != kNoPage);
   }
 
   // A block's codes of keys or values into their ring.
-  __device__ void LoadCodes(const TileSm90<Traits>& tile, int block) {
+  __device__ void LoadCodes() {
     const KvCache& cache = args.params.cache;
-    const int box = args.box_keys, first_slot = FirstSlot(tile, block), page = NextPage(tile, block);
+    const int box = args.box_keys, first_slot = FirstSlot(), page = NextPage();
+    const uint32_t mapped = MappedGroups(page);
     uint64_t* const full = &shared.codes.full[slot.index];
     WaitBarrier(&shared.codes.empty[slot.index], slot.parity, kCodesEmpty);
-    const uint32_t mapped = MappedGroups(page);
     if (lane == 0) {
       shared.codes.mapped[slot.index] = mapped;
       constexpr int kParamBytes = kHasRowParams<Traits::kKvDType> ? 8 * 4 : 0;  // of a group
       ArriveExpecting(full, kKeys * Traits::kStoredBytes + __popc(mapped) * kParamBytes);
     }
     __syncwarp();
-    if (lane * box < kKeys) {
-      CopyBox4(SharedAddress(shared.codes.tile[slot.index]) + lane * box * Traits::kStoredBytes,
-               values ? &args.value : &args.key, full, 0, first_slot, static_cast<int>(tile.head), page);
+    if (lane_key < kKeys) {
+      CopyBox4(SharedAddress(shared.codes.tile[slot.index]) + lane_key * Traits::kStoredBytes,
+               values ? &args.value : &args.key, full, 0, first_slot, head, page);
       if (kHasRowParams<Traits::kKvDType> && page != kNoPage) {
         const char* params = static_cast<const char*>(values ? cache.value_params : cache.key_params);
-        CopyBytes(SharedAddress(&shared.codes.row_params[slot.index][lane * box]),
-                  params + CacheRow(cache, page, tile.head, first_slot) * 4, box * 4, full);
+        CopyBytes(SharedAddress(&shared.codes.row_params[slot.index][lane_key]),
+                  params + CacheRow(cache, page, head, first_slot) * 4, box * 4, full);
       }
     }
     __syncwarp();
+    first_key -= kKeys;
   }
 
   __device__ void CopyBox(uint32_t to, const CUtensorMap* map, uint64_t* full, int c0, int c1, int c2, int c3) const {
@@ -247,48 +276,45 @@ struct ProducerSm90 {
 
   // A block's keys or values into the ring. Values that some row may not see are looked at before consumers get them;
   // whether a block has such, all blocks of a cluster must say alike, since each copies into the others.
-  __device__ void LoadBlock(TileSm90<Traits>& tile, int block) {
+  __device__ void LoadBlock(TileSm90<Traits>& tile) {
     uint64_t* const full = values ? &shared.value_full[slot.index] : &shared.key_full[slot.index];
-    uint64_t* landed = full;
     const CUtensorMap* const map = values ? &args.value : &args.key;
     const uint32_t to = SharedAddress(values ? shared.value[slot.index] : shared.key[slot.index]);
     const int panels = values ? Traits::kValuePanels : Traits::kPanels, bytes = panels * kKeys * 128;
-    const int run = tile.blocks.RunOf(block), first_key = tile.blocks.FirstKey(block);
-    int page = kNoPage;
-    if constexpr (kPaged) page = NextPage(tile, block);
+    int page = kNoPage, first_slot = 0;
+    uint32_t mapped = kAllMapped;
+    if constexpr (kPaged) {
+      first_slot = FirstSlot();
+      page = NextPage();
+      mapped = MappedGroups(page);
+    }
+    const bool in_part = values && (mapped != kAllMapped || !common.HoldsAll(first_key, kKeys) ||
+                                    SegmentsOfKeys(args.params, 0) != nullptr);
+    uint64_t* const landed = in_part ? &shared.value_landed[slot.index] : full;
     WaitBarrier(values ? &shared.value_empty[slot.index] : &shared.key_empty[slot.index], slot.parity,
                 values ? kValueEmpty : kKeyEmpty);
-    const uint32_t mapped = kPaged ? MappedGroups(page) : kAllMapped;
-    const bool in_part = values && (mapped != kAllMapped || !tile.unit_common[run].HoldsAll(first_key, kKeys) ||
-                                    SegmentsOfKeys(args.params, 0) != nullptr);
-    if (in_part) landed = &shared.value_landed[slot.index];
     if (lane == 0) {
       if (kPaged && !values) shared.mapped[slot.index] = mapped;
       ArriveExpecting(landed, bytes);
     }
     if constexpr (kPaged) {
       __syncwarp();
-      if (lane * args.box_keys >= share_begin && lane * args.box_keys < share_begin + share) {
-        const int first_slot = FirstSlot(tile, block);
+      if (lane_key >= share_begin && lane_key < share_begin + share) {
         for (int panel = 0; panel < panels; ++panel) {
-          CopyBox(to + (panel * kKeys + lane * args.box_keys) * 128, map, landed, panel * 64, first_slot,
-                  static_cast<int>(tile.head), page);
+          CopyBox(to + (panel * kKeys + lane_key) * 128, map, landed, panel * 64, first_slot, head, page);
         }
       }
     } else if (lane == 0) {
-      const bool ragged = args.params.ragged;
-      const int64_t first = ragged ? ClampRange(args.params.kv_ranges, tile.b, args.params.num_keys).lo : 0;
       for (int panel = 0; panel < panels; ++panel) {
-        CopyBox(to + (panel * kKeys + share_begin) * 128, map, landed, panel * 64, static_cast<int>(tile.head),
-                static_cast<int>(first + first_key + share_begin), ragged ? 0 : static_cast<int>(tile.b));
+        CopyBox(to + (panel * kKeys + share_begin) * 128, map, landed, panel * 64, head,
+                first_row + first_key + share_begin, array);
       }
     }
     __syncwarp();
     if (in_part) {
       WaitBarrier(landed, landed_parities >> slot.index & 1u, kValueLanded);
       landed_parities ^= 1u << slot.index;
-      const bool found =
-          TakeOutNonFinite<E, kKeys, Traits::kValueDim>(shared.value[slot.index], tile.unit_seen[run], first_key);
+      const bool found = TakeOutNonFinite<E, kKeys, Traits::kValueDim>(shared.value[slot.index], seen, first_key);
       __syncwarp();
       if (lane == 0) {
         if (found) tile.non_finite = 1;
@@ -297,6 +323,7 @@ struct ProducerSm90 {
       __syncwarp();
     }
     slot.Advance();
+    first_key -= kKeys;
   }
 
   __device__ void LoadQuery(const TileSm90<Traits>& tile) {
@@ -316,18 +343,28 @@ struct ProducerSm90 {
 
   // A tile's blocks, from the last to the first; with the keys the query rows.
   __device__ void Load(TileSm90<Traits>& tile) {
-    if constexpr (kPaged) LookUp(tile, tile.unit_end - 1);
-    if (!values && tile.end > tile.begin) LoadQuery(tile);
     int block = tile.unit_end - 1;
+    const int end = tile.unit_begin;
+    if (block >= end) StartRun(tile, block);
+    if (!values && tile.end > tile.begin) LoadQuery(tile);
+    const auto next = [&] {
+      if (block < run_begin) StartRun(tile, block);
+      --block;
+    };
     if constexpr (Traits::kQuantised) {
-      const int count = 2 * (tile.unit_end - tile.unit_begin);
+      const int count = 2 * (block + 1 - end);
 #pragma unroll 1
       for (int i = 0; i < count; ++i, slot.Advance()) {
-        if (HoldsValues(i, count) == values) LoadCodes(tile, block--);
+        if (HoldsValues(i, count) != values) continue;
+        next();
+        LoadCodes();
       }
     } else {
 #pragma unroll 1
-      for (; block >= tile.unit_begin; --block) LoadBlock(tile, block);
+      while (block >= end) {
+        next();
+        LoadBlock(tile);
+      }
     }
   }
 };
@@ -642,20 +679,16 @@ struct ConsumerSm90 {
     if (!whole) Mask(view);
   }
 
-  // The first of the plain blocks that end with `block`, block + 1 if it is none: scores stay as they are, all rows see
-  // all keys, if those lie on mapped pages.
+  // The first of the plain blocks that end with `block`, block + 1 if it is none: scores stay as they are and all rows
+  // see all keys.
   __device__ __forceinline__ int PlainFrom(const TileSm90<Traits>& tile, int block) const {
     const BlockList<kKeys>& blocks = tile.blocks;
     const int run = blocks.RunOf(block), first_key = blocks.FirstKey(block);
     const RunRange common = blocks.common[run];
-    if (rule.modified || SegmentsOfKeys(params, 0) != nullptr || !common.HoldsAll(first_key, kKeys)) return block + 1;
+    const bool selects = rule.modified || !tile.all_mapped || SegmentsOfKeys(params, 0) != nullptr;
+    if (selects || !common.HoldsAll(first_key, kKeys)) return block + 1;
     return ::max(block - (first_key - common.lo) / kKeys, ::max(tile.begin, run == 0 ? 0 : blocks.count[0]));
   }
-  __device__ __forceinline__ bool NextIsMapped() {
-    WaitKeys();
-    return MappedKeys() == kAllMapped;
-  }
-
   // From the probabilities of the block before to those of `block`; the products of that one's values go under softmax
   // of this one. Plain blocks have no code for masks: it cost them 4 % of their cycles, though it never ran.
   template <bool kPlain>
@@ -715,11 +748,10 @@ struct ConsumerSm90 {
     ModifyAndMask(tile, block, mapped);
     Softmax();
     PackProbabilities();
-    const bool all_mapped = !kPaged || tile.all_mapped;
     while (block > begin) {
       const int plain_from = PlainFrom(tile, block - 1);
 #pragma unroll 1
-      while (block > plain_from && (all_mapped || NextIsMapped())) Step<true>(tile, --block, begin);
+      while (block > plain_from) Step<true>(tile, --block, begin);
       if (block > begin) Step<false>(tile, --block, begin);
     }
     WaitValues();
