@@ -25,19 +25,7 @@ __device__ __forceinline__ void CopyAsync16(uint32_t to, const void* from, bool 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 
-// The same where `copy` is not 0, else nothing; no branch.
-__device__ __forceinline__ void CopyAsync16If(uint32_t copy, uint32_t to, const void* from) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.u32 p, %0, 0;\n"
-      "@p cp.async.cg.shared.global [%1], [%2], 16;\n"
-      "}" ::"r"(copy),
-      "r"(to), "l"(from)
-      : "memory");
-}
-
-// The first for 4 bytes.
+// The same for 4 bytes.
 __device__ __forceinline__ void CopyAsync4(uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }

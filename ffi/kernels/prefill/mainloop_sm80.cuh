@@ -3,9 +3,9 @@
 // Blocks go from the last key to the first. V of a block lands under its QK, and K of the next block under PV. One
 // __syncthreads() a tile says both that a tile has landed and that the other is free.
 //
-// Two warps share a scheduler, and a warp issues in order: whatever it waits for is tensor cores idle for half of the
-// time. Hence what a block's loads need is read under the products of the block before, exponentials are made under the
-// products of earlier ones, and between the products there is one branch.
+// Two warps share a scheduler, and a warp issues in order: while it waits, its half of the products does too. Hence
+// what loads need to know is read under the products before them, exponentials are made under the products of earlier
+// ones, and what is rare (rescaling, masks, tiles that are not whole) is a branch off a straight path.
 #ifndef TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM80_CUH_
 #define TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM80_CUH_
 
@@ -68,16 +68,17 @@ struct MainloopSm80 {
   float max[kFragments][2];       // origin of the exponents, in x (see ScoreRule): within kSlack of the maximum
   float sum[kFragments][2] = {};  // this thread's columns only: the kernel adds the others'
 
-  // What is known of a block: bit g below 16: its keys 8 g .. 8 g + 7 lie on a mapped page.
   static constexpr bool kPaged = std::is_same_v<Params, PagedAttentionParams>;
+  // What is known of a block. Bit g below 16: its keys 8 g .. 8 g + 7 lie on a mapped page.
   static constexpr uint32_t kAllMapped = (1u << kGroups) - 1;
   static constexpr uint32_t kPartial = 1u << 16;  // not all rows of the tile see all its keys
   static constexpr uint32_t kWhole = 1u << 17;    // all its keys exist and are seen
-  static constexpr uint32_t kEven = 1u << 18;     // so they are, and their rows are evenly spaced
-  uint32_t current = 0;                           // of the block being worked on
-  uint32_t next = 0;                              // and of the one before it in memory
-  int32_t next_entry = -1;                        // of the page table: lane g's is that of the g-th 8 keys of a block
-  int group = kNoGroup;                           // and where those are, of the block being loaded
+  static constexpr uint32_t kEven = 1u << 18;     // and their rows are evenly spaced
+  uint32_t current;                               // of the block being worked on
+  uint32_t next;                                  // of the one that follows, which has the keys before it
+  // Pages: lane g of each warp is the g-th 8 keys'.
+  int32_t next_entry;  // of the page table, for the block that follows
+  int group;           // where the keys are, of the block whose tile is loaded next
 
   __device__ MainloopSm80(const Params& params, SharedSm80<Traits>& shared)
       : params(params), shared(shared), view(shared.view), blocks(shared.blocks), rule(MakeScoreRule(params.score)) {
@@ -96,8 +97,7 @@ struct MainloopSm80 {
     if constexpr (kPaged) {
       const int run = RunOf(block), lane = threadIdx.x % 32, j = FirstKey(block) + 8 * lane;
       const bool present = block >= shared.begin && lane < kGroups && blocks.seen[run].Meets(j, 8);
-      next_entry = -1;  // no page
-      if (present) next_entry = KeysOf(params, shared.b, shared.head, run).Entry(j);
+      next_entry = present ? KeysOf(params, shared.b, shared.head, run).Entry(j) : -1;
     }
   }
 
@@ -138,21 +138,25 @@ struct MainloopSm80 {
     return (first_to ^ row % 8 * 16) + row * Traits::kStoredBytes;
   }
 
-  // A tile of K or V of a block whose state is `state`. First what is not evenly spaced; nothing if there is no such
-  // block. Returns where this thread's first 16 bytes of an even one are.
+  // A tile of K or V of a block whose state is `state`; nothing if there is no such block. One group of copies either
+  // way.
   template <bool kValues>
-  __device__ const char* BeginLoad(int block, uint32_t state) {
+  __device__ void Load(int block, uint32_t state) {
     const void* array = kValues ? ValueArray(params) : KeyArray(params);
-    if ((state & kEven) == 0 && block >= shared.begin) {
+    if ((state & kEven) != 0) {
+      CopyEvenTile<kValues>(array, block);
+    } else if (block >= shared.begin) {
       if (kPaged && (state & kWhole) != 0) {
         CopyTile<kValues, true>(array, block);
       } else {
         CopyTile<kValues, false>(array, block);
       }
     }
-    if constexpr (kRowParams) {
-      if (block >= shared.begin) CopyParams<kValues>(block);
-    }
+    CommitCopies();
+  }
+
+  template <bool kValues>
+  __device__ void CopyEvenTile(const void* array, int block) {
     const int i = static_cast<int>(Opaque(threadIdx.x)), r0 = i / kStoredChunks;
     int64_t row;
     if constexpr (kPaged) {
@@ -160,17 +164,11 @@ struct MainloopSm80 {
     } else {
       row = shared.first_key_row + static_cast<int64_t>(FirstKey(block) + r0) * params.num_kv_heads;
     }
-    return static_cast<const char*>(array) + row * Traits::kStoredBytes + i % kStoredChunks * 16;
-  }
-
-  // Then what is, without a branch, so that it goes with products. One group of copies either way.
-  template <bool kValues>
-  __device__ void EndLoad(const char* from, uint32_t state) {
-    const uint32_t to = FirstTo<kValues>();
+    const char* from = static_cast<const char*>(array) + row * Traits::kStoredBytes + i % kStoredChunks * 16;
     const int64_t step = kRowsPerPass * (kPaged ? 1 : KvHeadsOf(params)) * Traits::kStoredBytes;
+    const uint32_t to = FirstTo<kValues>();
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) CopyAsync16If(state & kEven, To(to, pass), from + pass * step);
-    CommitCopies();
+    for (int pass = 0; pass < kPasses; ++pass) CopyAsync16(To(to, pass), from + pass * step, true);
   }
 
   // kAll: all keys of the block exist and are seen; else those that are not, or lie on no page, become zeros.
@@ -198,14 +196,18 @@ struct MainloopSm80 {
   }
 
   // (scale, zero) of each key, two E; zeros where there is no key, so that its codes of 0 decode to 0.
+  // Part of the group of the Load that follows.
   template <bool kValues>
-  __device__ void CopyParams(int block) {
-    const void* array = kValues ? params.cache.value_params : params.cache.key_params;
-    const int r = threadIdx.x, g = __shfl_sync(~0u, group, r / 8 % 32), first_key = FirstKey(block);
-    if (r >= kKeys) return;
-    const bool valid = g != kNoGroup && blocks.seen[RunOf(block)].Holds(first_key + r);
-    const int64_t offset = valid ? (static_cast<int64_t>(g) * 8 + r % 8) * 4 : 0;
-    CopyAsync4(SharedAddress(&shared.row_params[kValues][r]), static_cast<const char*>(array) + offset, valid);
+  __device__ void LoadParams(int block) {
+    if constexpr (kRowParams) {
+      if (block < shared.begin) return;
+      const void* array = kValues ? params.cache.value_params : params.cache.key_params;
+      const int r = threadIdx.x, g = __shfl_sync(~0u, group, r / 8 % 32), first_key = FirstKey(block);
+      if (r >= kKeys) return;
+      const bool valid = g != kNoGroup && blocks.seen[RunOf(block)].Holds(first_key + r);
+      const int64_t offset = valid ? (static_cast<int64_t>(g) * 8 + r % 8) * 4 : 0;
+      CopyAsync4(SharedAddress(&shared.row_params[kValues][r]), static_cast<const char*>(array) + offset, valid);
+    }
   }
 
   // ---- the tile being worked on, as E
@@ -271,17 +273,17 @@ struct MainloopSm80 {
     const int query_row = WarpRow() + (lane / 8 % 2) * 8 + lane % 8, key_row = lane / 16 * 8 + lane % 8;
     const uint32_t query = FirstChunk(shared.query, query_row, lane / 16);
     const uint32_t keys = FirstChunk(Tile<false>(), key_row, lane / 8 % 2);
-    const char* from = BeginLoad<true>(block, current);
-    LookUp(block - 1);
+    LoadParams<true>(block);
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
+      if (k == 1) LookUp(block - 1);
+      if (k == kDim / 16 - 1) Prepare(block - 1);
       uint32_t q[kFragments][4], x[kKeys / 16][4];
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) LoadMatrix4(q[f], (query ^ (32 * k)) + 16 * f * kPitch);
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) LoadMatrix4(x[n], (keys ^ (32 * k)) + 16 * n * kPitch);
-      if (k == 0) EndLoad<true>(from, current);
-      if (k == kDim / 16 - 1) Prepare(block - 1);
+      if (k == 0) Load<true>(block, current);
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
 #pragma unroll
@@ -379,9 +381,8 @@ struct MainloopSm80 {
         x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
         alpha[f][half] = 1.f;
         if (moves(f, half)) {
-          const float next = top[f][half];
-          alpha[f][half] = reference == -Infinity() ? 0.f : Exp2((reference - next) * rule.to_log2);
-          reference = next;
+          alpha[f][half] = reference == -Infinity() ? 0.f : Exp2((reference - x) * rule.to_log2);
+          reference = x;
           moved = true;
         }
         origin[f][half] = origin_at(reference);
@@ -432,7 +433,7 @@ struct MainloopSm80 {
                                  const float (&origin)[kFragments][2]) {
     const int lane = threadIdx.x % 32;
     const uint32_t values = FirstChunk(Tile<true>(), (lane / 8 % 2) * 8 + lane % 8, lane / 16);
-    const char* from = BeginLoad<false>(block - 1, next);
+    LoadParams<false>(block - 1);
     uint32_t p[kKeys / 16][kFragments][4];
     Exponentiate(0, s, origin, p[0]);
 #pragma unroll
@@ -440,7 +441,7 @@ struct MainloopSm80 {
       uint32_t x[kDim / 16][4];
 #pragma unroll
       for (int d = 0; d < kDim / 16; ++d) LoadMatrix4Transposed(x[d], (values ^ (32 * d)) + 16 * n * kPitch);
-      if (n == 0) EndLoad<false>(from, next);
+      if (n == 0) Load<false>(block - 1, next);
       if (n + 1 < kKeys / 16) Exponentiate(n + 1, s, origin, p[n + 1]);
 #pragma unroll
       for (int d = 0; d < kDim / 16; ++d) {
@@ -492,7 +493,8 @@ struct MainloopSm80 {
     const int last = shared.end - 1;
     LookUp(last);
     Prepare(last);
-    EndLoad<false>(BeginLoad<false>(last, next), next);
+    LoadParams<false>(last);
+    Load<false>(last, next);
 #pragma unroll 1
     for (int block = last; block >= shared.begin; --block) {
       current = next;
