@@ -12,13 +12,13 @@ struct TilesSm80;
 template <>
 struct TilesSm80<64> {
   static constexpr int kRows = 128;  // (token, head of the group) rows
-  static constexpr int kKeys = 128;  // keys a block; 64 were 7 to 12 % slower on an H200
+  static constexpr int kKeys = 128;  // keys a block; 64 were 6 to 12 % slower on an H200
 };
 
 template <>
 struct TilesSm80<128> {
   static constexpr int kRows = 128;
-  static constexpr int kKeys = 64;  // 32 were 12 % slower, and 64 rows with three blocks on an SM 15 to 21 %
+  static constexpr int kKeys = 64;  // 32 were 9 to 13 % slower, and 64 rows with three blocks on an SM 8 to 23 %
 };
 
 template <>
