@@ -1,9 +1,11 @@
-// The prefill mainloop of the sm80 family: cp.async into a ring of K and V tiles, mma m16n8k16, online softmax.
+// The prefill mainloop of the sm80 family: cp.async into a tile of K and a tile of V, mma m16n8k16, online softmax.
 //
-// The ring holds tiles in the order in which they are used, K of a block, then its V, blocks from the last key to the
-// first. While one tile is worked on, the next kStages - 1 are on their way: the next K lands under this block's PV and
-// its V under the next QK. One __syncthreads() a tile says both that a tile has landed and that the one before it is
-// free.
+// Blocks go from the last key to the first. V of a block lands under its QK, and K of the next block under PV. One
+// __syncthreads() a tile says both that a tile has landed and that the other is free.
+//
+// Two warps share a scheduler, and a warp issues in order: while it waits, its half of the products does too. Hence
+// what loads need to know is read under the products before them, exponentials are made under the products of earlier
+// ones, and what is rare (rescaling, masks, tiles that are not whole) is a branch off a straight path.
 #ifndef TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM80_CUH_
 #define TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM80_CUH_
 
@@ -24,12 +26,12 @@ namespace turboattn::prefill {
 template <class Traits>
 struct SharedSm80 {
   using E = typename Traits::E;
-  static constexpr int kRingBytes = Traits::kKeys * Traits::kStoredBytes;
+  static constexpr int kTileBytes = Traits::kKeys * Traits::kStoredBytes;
   static constexpr int kConverted = Traits::kQuantised ? Traits::kKeys * Traits::kDim : 8;
   alignas(1024) E query[Traits::kRows * Traits::kDim];  // tiles: see FirstChunk
-  alignas(1024) unsigned char ring[Traits::kStages][kRingBytes];
-  alignas(1024) E converted[kConverted];  // quantised: the tile being worked on, decoded
-  alignas(16) uint32_t row_params[Traits::kStages][kHasRowParams<Traits::kKvDType> ? Traits::kKeys : 4];
+  alignas(1024) unsigned char stored[2][kTileBytes];    // K and V
+  alignas(1024) E converted[kConverted];                // quantised: the tile being worked on, decoded
+  alignas(16) uint32_t row_params[2][kHasRowParams<Traits::kKvDType> ? Traits::kKeys : 4];
   TileRows<Traits::kRows> rows;
   SequenceView view;
   BlockList<Traits::kKeys> blocks;
@@ -52,9 +54,8 @@ struct MainloopSm80 {
   static constexpr int kKeys = Traits::kKeys, kDim = Traits::kDim, kFragments = Traits::kFragments;
   static constexpr int kChunks = Traits::kChunks, kStoredChunks = Traits::kStoredChunks;
   static constexpr int kGroups = kKeys / 8;
-  static constexpr float kSlack = 8.f;                      // in exponents of 2: probabilities up to 256, far inside E
-  static constexpr float kFar = 1024.f;                     // exponents of 2; half an ulp there is 2^-14
-  static constexpr int kAhead = (Traits::kStages - 1) / 2;  // K tiles loaded beyond the block being worked on
+  static constexpr float kSlack = 8.f;   // in exponents of 2: probabilities up to 256, far inside E
+  static constexpr float kFar = 1024.f;  // exponents of 2; half an ulp there is 2^-14
 
   const Params& params;
   SharedSm80<Traits>& shared;
@@ -67,146 +68,176 @@ struct MainloopSm80 {
   float max[kFragments][2];       // origin of the exponents, in x (see ScoreRule): within kSlack of the maximum
   float sum[kFragments][2] = {};  // this thread's columns only: the kernel adds the others'
 
-  // The loader's state. Pages: lane g of each warp knows where the g-th 8 keys of a block are.
   static constexpr bool kPaged = std::is_same_v<Params, PagedAttentionParams>;
+  // What is known of a block. Bit g below 16: its keys 8 g .. 8 g + 7 lie on a mapped page.
   static constexpr uint32_t kAllMapped = (1u << kGroups) - 1;
-  int load_block;
-  bool load_values = false;
-  int load_slot = 0;
-  int32_t next_entry = 0;     // of load_block, read one block ahead
-  bool next_present = false;  // whether there is such an entry
-  int group = kNoGroup;
-  uint32_t load_mapped = kAllMapped;
-  uint64_t mapped_queue = 0;  // 16 bits a loaded block
+  static constexpr uint32_t kPartial = 1u << 16;  // not all rows of the tile see all its keys
+  static constexpr uint32_t kWhole = 1u << 17;    // all its keys exist and are seen
+  static constexpr uint32_t kEven = 1u << 18;     // and their rows are evenly spaced
+  uint32_t current;                               // of the block being worked on
+  uint32_t next;                                  // of the one that follows, which has the keys before it
+  // Pages: lane g of each warp is the g-th 8 keys'.
+  int32_t next_entry;  // of the page table, for the block that follows
+  int group;           // where the keys are, of the block whose tile is loaded next
 
   __device__ MainloopSm80(const Params& params, SharedSm80<Traits>& shared)
-      : params(params),
-        shared(shared),
-        view(shared.view),
-        blocks(shared.blocks),
-        rule(MakeScoreRule(params.score)),
-        load_block(shared.end - 1) {
+      : params(params), shared(shared), view(shared.view), blocks(shared.blocks), rule(MakeScoreRule(params.score)) {
     for (int f = 0; f < kFragments; ++f) max[f][0] = max[f][1] = -Infinity();
   }
 
   // ---- loading
 
-  // Reads the page table early: the entry is used when the block's K is loaded.
+  __device__ int RunOf(int block) const { return kPaged ? blocks.RunOf(block) : kOwnRun; }
+  __device__ int FirstKey(int block) const {
+    return kPaged ? blocks.FirstKey(block) : (blocks.first[kOwnRun] + block) * kKeys;
+  }
+
+  // Reads the page table, well before Prepare.
   __device__ void LookUp(int block) {
     if constexpr (kPaged) {
-      next_present = false;
-      if (block < shared.begin) return;
-      const int run = blocks.RunOf(block), lane = threadIdx.x % 32, j = blocks.FirstKey(block) + 8 * lane;
-      const RunRange seen = blocks.seen[run];
-      next_present = lane < kGroups && seen.Meets(j, 8);
-      if (next_present) next_entry = KeysOf(params, shared.b, shared.head, run).Entry(j);
+      const int run = RunOf(block), lane = threadIdx.x % 32, j = FirstKey(block) + 8 * lane;
+      const bool present = block >= shared.begin && lane < kGroups && blocks.seen[run].Meets(j, 8);
+      next_entry = present ? KeysOf(params, shared.b, shared.head, run).Entry(j) : -1;
     }
   }
 
-  // The next tile of the order into the ring; nothing when there is none left. One group of copies either way.
-  __device__ void LoadNext() {
-    if (!load_values) mapped_queue <<= 16;
-    if (load_block >= shared.begin) {
-      const int run = blocks.RunOf(load_block), first_key = blocks.FirstKey(load_block);
-      if (!load_values) {
-        if constexpr (kPaged) {
-          group = next_present
-                      ? KeysOf(params, shared.b, shared.head, run).Group(first_key + 8 * (threadIdx.x % 32), next_entry)
-                      : kNoGroup;
-          load_mapped = __ballot_sync(~0u, group != kNoGroup);
-          LookUp(load_block - 1);
-        }
-        mapped_queue |= load_mapped;
-      }
-      const RunRange seen = blocks.seen[run];
-      const bool whole = load_mapped == kAllMapped && seen.HoldsAll(first_key, kKeys);
-      const bool one_page = PageSizeOf(params) >= kKeys;
-      const void* array = load_values ? ValueArray(params) : KeyArray(params);
-      if (whole && one_page) {
-        CopyTile<true, true>(array, seen, first_key);
-      } else if (whole) {
-        CopyTile<true, false>(array, seen, first_key);
-      } else {
-        CopyTile<false, false>(array, seen, first_key);
-      }
-      if constexpr (kRowParams) {
-        CopyParams(load_values ? params.cache.value_params : params.cache.key_params, seen, first_key);
-      }
-      if (load_values) --load_block;
-      load_slot = load_slot + 1 == Traits::kStages ? 0 : load_slot + 1;
+  // As RunRange::HoldsAll, without a branch.
+  static __device__ uint32_t Holds(RunRange range, int first_key) {
+    return static_cast<uint32_t>(first_key >= range.lo) & static_cast<uint32_t>(range.hi - first_key >= kKeys);
+  }
+
+  // Finds `next`, of `block`, and its groups. Called under products, which hide its reads of shared memory.
+  __device__ void Prepare(int block) {
+    const int run = RunOf(block), first_key = FirstKey(block);
+    const uint32_t partial =
+        (Holds(blocks.common[run], first_key) ^ 1) | static_cast<uint32_t>(SegmentsOfQueries(params) != nullptr);
+    const uint32_t seen = static_cast<uint32_t>(block >= shared.begin) & Holds(blocks.seen[run], first_key);
+    if constexpr (kPaged) {
+      group = KeysOf(params, shared.b, shared.head, run).Group(first_key + 8 * (threadIdx.x % 32), next_entry);
+      const uint32_t mapped = __ballot_sync(~0u, group != kNoGroup), all = static_cast<uint32_t>(mapped == kAllMapped);
+      next = mapped | (partial | (all ^ 1)) * kPartial | (seen & all) * kWhole |
+             (seen & all & static_cast<uint32_t>(PageSizeOf(params) >= kKeys)) * kEven;
+    } else {
+      next = kAllMapped | partial * kPartial | seen * (kWhole | kEven);
     }
-    load_values = !load_values;
+  }
+
+  static constexpr int kRowsPerPass = Traits::kThreads / kStoredChunks, kPasses = kKeys / kRowsPerPass;
+  static_assert(kRowsPerPass % 4 == 0);
+
+  // Where this thread's 16 bytes of a pass go. Opaque: made anew for each tile, since registers are scarce. The swizzle
+  // repeats every 8 rows, so that only 512-byte rows, 4 a pass, have more than one of it.
+  template <bool kValues>
+  __device__ uint32_t FirstTo() {
+    const int i = static_cast<int>(Opaque(threadIdx.x));
+    return SharedAddress(shared.stored[kValues]) +
+           SwizzledChunk<kStoredChunks>(i / kStoredChunks, i % kStoredChunks) * 16;
+  }
+  static __device__ uint32_t To(uint32_t first_to, int pass) {
+    const int row = pass * kRowsPerPass;
+    return (first_to ^ row % 8 * 16) + row * Traits::kStoredBytes;
+  }
+
+  // A tile of K or V of a block whose state is `state`; nothing if there is no such block. One group of copies either
+  // way.
+  template <bool kValues>
+  __device__ void Load(int block, uint32_t state) {
+    const void* array = kValues ? ValueArray(params) : KeyArray(params);
+    if ((state & kEven) != 0) {
+      CopyEvenTile<kValues>(array, block);
+    } else if (block >= shared.begin) {
+      if (kPaged && (state & kWhole) != 0) {
+        CopyTile<kValues, true>(array, block);
+      } else {
+        CopyTile<kValues, false>(array, block);
+      }
+    }
     CommitCopies();
   }
 
-  // kWhole: all keys of the block exist and are seen, so none is left out. kOnePage: and their rows follow each other.
-  template <bool kWhole, bool kOnePage>
-  __device__ void CopyTile(const void* array, RunRange seen, int first_key) {
-    constexpr int kRowsPerPass = Traits::kThreads / kStoredChunks;
-    static_assert(kRowsPerPass % 4 == 0);
-    const int r0 = threadIdx.x / kStoredChunks, chunk = threadIdx.x % kStoredChunks;
-    const uint32_t tile = SharedAddress(shared.ring[load_slot]);
-    const char* from = static_cast<const char*>(array) + chunk * 16;
-    int64_t step = 0;  // bytes from pass to pass
-    if constexpr (kPaged && kOnePage) {
-      from += (static_cast<int64_t>(__shfl_sync(~0u, group, 0)) * 8 + r0) * Traits::kStoredBytes;
-      step = kRowsPerPass * Traits::kStoredBytes;
-    } else if constexpr (kPaged) {
-      from += r0 % 8 * Traits::kStoredBytes;
+  template <bool kValues>
+  __device__ void CopyEvenTile(const void* array, int block) {
+    const int i = static_cast<int>(Opaque(threadIdx.x)), r0 = i / kStoredChunks;
+    int64_t row;
+    if constexpr (kPaged) {
+      row = static_cast<int64_t>(__shfl_sync(~0u, group, 0)) * 8 + r0;
     } else {
-      from +=
-          (shared.first_key_row + static_cast<int64_t>(first_key + r0) * params.num_kv_heads) * Traits::kStoredBytes;
-      step = kRowsPerPass * params.num_kv_heads * Traits::kStoredBytes;
+      row = shared.first_key_row + static_cast<int64_t>(FirstKey(block) + r0) * params.num_kv_heads;
     }
+    const char* from = static_cast<const char*>(array) + row * Traits::kStoredBytes + i % kStoredChunks * 16;
+    const int64_t step = kRowsPerPass * (kPaged ? 1 : KvHeadsOf(params)) * Traits::kStoredBytes;
+    const uint32_t to = FirstTo<kValues>();
 #pragma unroll
-    for (int pass = 0; pass < kKeys / kRowsPerPass; ++pass) {
-      // The swizzle repeats every 8 rows, so that only 512-byte rows, 4 a pass, have more than one of it.
-      const int first = pass * kRowsPerPass, within = first % 8, r = first + r0;
-      const char* address;
-      bool valid = kWhole || seen.Holds(first_key + r);
-      if constexpr (kPaged && !kOnePage) {
+    for (int pass = 0; pass < kPasses; ++pass) CopyAsync16(To(to, pass), from + pass * step, true);
+  }
+
+  // kAll: all keys of the block exist and are seen; else those that are not, or lie on no page, become zeros.
+  template <bool kValues, bool kAll>
+  __device__ void CopyTile(const void* array, int block) {
+    const int first_key = FirstKey(block), r0 = threadIdx.x / kStoredChunks;
+    const RunRange seen = blocks.seen[RunOf(block)];
+    const uint32_t to = FirstTo<kValues>();
+    const char* from = static_cast<const char*>(array) + threadIdx.x % kStoredChunks * 16;
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int r = pass * kRowsPerPass + r0;
+      bool valid = kAll || seen.Holds(first_key + r);
+      int64_t row;
+      if constexpr (kPaged) {
         const int g = __shfl_sync(~0u, group, r / 8);
-        address = from + within * Traits::kStoredBytes + static_cast<int64_t>(g) * (8 * Traits::kStoredBytes);
-        if (!kWhole) valid = valid && g != kNoGroup;
+        if (!kAll) valid = valid && g != kNoGroup;
+        row = static_cast<int64_t>(g) * 8 + r % 8;
       } else {
-        address = from + pass * step;
+        row = shared.first_key_row + static_cast<int64_t>(first_key + r) * params.num_kv_heads;
       }
-      if (!kWhole && !valid) address = static_cast<const char*>(array);
-      const uint32_t to = tile + SwizzledChunk<kStoredChunks>(within + r0, chunk) * 16;
-      CopyAsync16(to + (first - within) * Traits::kStoredBytes, address, kWhole || valid);
+      const void* address = valid ? from + row * Traits::kStoredBytes : array;
+      CopyAsync16(To(to, pass), address, valid);
     }
   }
 
   // (scale, zero) of each key, two E; zeros where there is no key, so that its codes of 0 decode to 0.
-  __device__ void CopyParams(const void* array, RunRange seen, int first_key) {
-    const int r = threadIdx.x;
-    const int g = __shfl_sync(~0u, group, r / 8 % 32);
-    if (r >= kKeys) return;
-    const bool valid = g != kNoGroup && seen.Holds(first_key + r);
-    const int64_t offset = valid ? (static_cast<int64_t>(g) * 8 + r % 8) * 4 : 0;
-    CopyAsync4(SharedAddress(&shared.row_params[load_slot][r]), static_cast<const char*>(array) + offset, valid);
+  // Part of the group of the Load that follows.
+  template <bool kValues>
+  __device__ void LoadParams(int block) {
+    if constexpr (kRowParams) {
+      if (block < shared.begin) return;
+      const void* array = kValues ? params.cache.value_params : params.cache.key_params;
+      const int r = threadIdx.x, g = __shfl_sync(~0u, group, r / 8 % 32), first_key = FirstKey(block);
+      if (r >= kKeys) return;
+      const bool valid = g != kNoGroup && blocks.seen[RunOf(block)].Holds(first_key + r);
+      const int64_t offset = valid ? (static_cast<int64_t>(g) * 8 + r % 8) * 4 : 0;
+      CopyAsync4(SharedAddress(&shared.row_params[kValues][r]), static_cast<const char*>(array) + offset, valid);
+    }
   }
 
   // ---- the tile being worked on, as E
 
-  __device__ const E* Tile(int slot, bool values) {
+  template <bool kValues>
+  __device__ E* Tile() {
     if constexpr (Traits::kQuantised) {
-      Decode(slot, values);
       return shared.converted;
     } else {
-      return reinterpret_cast<const E*>(shared.ring[slot]);
+      return reinterpret_cast<E*>(shared.stored[kValues]);
     }
   }
 
+  // Waits for the copies of a tile, which is also the end of everybody's work on the other one.
+  template <bool kValues>
+  __device__ void NextTile() {
+    WaitCopies<0>();
+    __syncthreads();
+    if constexpr (Traits::kQuantised) Decode(kValues);
+  }
+
   // 16 bytes a step. The callers' barriers keep the tile before it alive until all have read it.
-  __device__ void Decode(int slot, bool values) {
+  __device__ void Decode(bool values) {
     constexpr int kPairs = Codes::kPerWord / 2;
     for (int i = threadIdx.x; i < kKeys * kStoredChunks; i += Traits::kThreads) {
       const int r = i / kStoredChunks, chunk = i % kStoredChunks;
-      const uint4 codes = reinterpret_cast<const uint4*>(shared.ring[slot])[SwizzledChunk<kStoredChunks>(r, chunk)];
+      const uint4 codes = reinterpret_cast<const uint4*>(shared.stored[values])[SwizzledChunk<kStoredChunks>(r, chunk)];
       typename Codes::Scale scale;
       if constexpr (kRowParams) {
-        scale = UnpackRowScale<E>(shared.row_params[slot][r]);
+        scale = UnpackRowScale<E>(shared.row_params[values][r]);
       } else {
         scale = Codes::MakeScale(shared.head_scale[values]);
       }
@@ -236,28 +267,31 @@ struct MainloopSm80 {
     return Opaque(SharedAddress(tile) + SwizzledChunk<kChunks>(row, half) * 16);
   }
 
-  // s = Q K^T of the warp's rows. The next tile's copies are issued when there are products under way.
-  __device__ void MultiplyKeys(const E* tile, float (&s)[kFragments][kKeys / 8][4]) {
+  // s = Q K^T of the warp's rows, while V of the block is loaded.
+  __device__ void MultiplyKeys(int block, float (&s)[kFragments][kKeys / 8][4]) {
     const int lane = threadIdx.x % 32;
     const int query_row = WarpRow() + (lane / 8 % 2) * 8 + lane % 8, key_row = lane / 16 * 8 + lane % 8;
     const uint32_t query = FirstChunk(shared.query, query_row, lane / 16);
-    const uint32_t keys = FirstChunk(tile, key_row, lane / 8 % 2);
+    const uint32_t keys = FirstChunk(Tile<false>(), key_row, lane / 8 % 2);
+    LoadParams<true>(block);
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
-      uint32_t q[kFragments][4];
+      if (k == 1) LookUp(block - 1);
+      if (k == kDim / 16 - 1) Prepare(block - 1);
+      uint32_t q[kFragments][4], x[kKeys / 16][4];
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) LoadMatrix4(q[f], (query ^ (32 * k)) + 16 * f * kPitch);
 #pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) LoadMatrix4(x[n], (keys ^ (32 * k)) + 16 * n * kPitch);
+      if (k == 0) Load<true>(block, current);
+#pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
-        uint32_t x[4];
-        LoadMatrix4(x, (keys ^ (32 * k)) + 16 * n * kPitch);
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
-          Mma<E>(s[f][2 * n], q[f], x[0], x[1]);
-          Mma<E>(s[f][2 * n + 1], q[f], x[2], x[3]);
+          Mma<E>(s[f][2 * n], q[f], x[n][0], x[n][1]);
+          Mma<E>(s[f][2 * n + 1], q[f], x[n][2], x[n][3]);
         }
       }
-      if (k == 0) LoadNext();
     }
   }
 
@@ -304,10 +338,10 @@ struct MainloopSm80 {
     }
   }
 
-  // Scores to probabilities, as A fragments of the second product; rescales what there is. The rows of a thread go side
-  // by side and without branches: each is a chain of dependent instructions, and few warps are there to hide it.
-  __device__ void Softmax(float (&s)[kFragments][kKeys / 8][4], uint32_t (&p)[kFragments][kKeys / 16][4]) {
-    float top[kFragments][2], alpha[kFragments][2], origin[kFragments][2];
+  // Finds where exponents have their origin: they are x * to_log2 - origin. Rescales what there is. The rows of a
+  // thread go side by side: each is a chain of dependent instructions, and few warps are there to hide it.
+  __device__ void MoveOrigins(float (&s)[kFragments][kKeys / 8][4], float (&origin)[kFragments][2]) {
+    float top[kFragments][2];
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
       for (int half = 0; half < 2; ++half) top[f][half] = fmaxf(s[f][0][2 * half], s[f][0][2 * half + 1]);
@@ -320,89 +354,103 @@ struct MainloopSm80 {
           top[f][half] = fmaxf(top[f][half], fmaxf(s[f][n][2 * half], s[f][n][2 * half + 1]));
       }
     }
-    bool moved = false, far = false;
+    // The origin of the exponents follows the maximum only when probabilities would pass 2^kSlack otherwise: most
+    // blocks then have nothing to rescale, and sums lose nothing, since all terms share the origin.
+    const auto moves = [&](int f, int half) {
+      return top[f][half] * rule.to_log2 > max[f][half] * rule.to_log2 + kSlack;
+    };
+    // No key yet: any finite origin will do, and exp(-Inf) must not become exp(-Inf + Inf).
+    const auto origin_at = [&](float max) { return max == -Infinity() ? 0.f : __fmul_rn(max, rule.to_log2); };
+    bool changes = false;
+#pragma unroll
+    for (int f = 0; f < kFragments; ++f) {
+      for (int half = 0; half < 2; ++half) {
+        origin[f][half] = origin_at(max[f][half]);
+        changes = changes || moves(f, half) || fabsf(origin[f][half]) > kFar;
+      }
+    }
+    if (!__any_sync(~0u, changes)) return;
+    bool moved = false;
+    float alpha[kFragments][2];
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
       for (int half = 0; half < 2; ++half) {
         float& reference = max[f][half];
-        float x = fmaxf(top[f][half], __shfl_xor_sync(~0u, top[f][half], 1));
+        float& x = top[f][half];
+        x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
         x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-        // The origin of the exponents follows the maximum only when probabilities would pass 2^kSlack otherwise: most
-        // blocks then have nothing to rescale, and sums lose nothing, since all terms share the origin.
-        const bool moves = x * rule.to_log2 > reference * rule.to_log2 + kSlack;
-        const float next = moves ? x : reference;
-        // No key yet: any finite origin will do, and exp(-Inf) must not become exp(-Inf + Inf).
-        const bool none = next == -Infinity();
-        origin[f][half] = none ? 0.f : __fmul_rn(next, rule.to_log2);
+        alpha[f][half] = 1.f;
+        if (moves(f, half)) {
+          alpha[f][half] = reference == -Infinity() ? 0.f : Exp2((reference - x) * rule.to_log2);
+          reference = x;
+          moved = true;
+        }
+        origin[f][half] = origin_at(reference);
         // Where half an ulp of the origin is not small against 1, scores are taken from it before they are scaled.
-        far = far || fabsf(origin[f][half]) > kFar;
-        alpha[f][half] = none || reference == -Infinity() ? 0.f : Exp2((reference - next) * rule.to_log2);
-        if (!moves) alpha[f][half] = 1.f;
-        reference = next;
-        moved = moved || moves;
+        const bool far = fabsf(origin[f][half]) > kFar;
+        const float shift = far ? reference : 0.f;
+        if (far) origin[f][half] = 0.f;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+          s[f][n][2 * half] -= shift;
+          s[f][n][2 * half + 1] -= shift;
+        }
       }
     }
-    if (__any_sync(~0u, far)) {
+    if (!__any_sync(~0u, moved)) return;
 #pragma unroll
-      for (int f = 0; f < kFragments; ++f) {
+    for (int f = 0; f < kFragments; ++f) {
+      for (int half = 0; half < 2; ++half) sum[f][half] *= alpha[f][half];
+#pragma unroll
+      for (int d = 0; d < kDim / 8; ++d) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[f][d][e] *= alpha[f][e / 2];
+      }
+    }
+  }
+
+  // Scores of 16 keys to probabilities, as A fragments of the second product.
+  __device__ void Exponentiate(int n, float (&s)[kFragments][kKeys / 8][4], const float (&origin)[kFragments][2],
+                               uint32_t (&p)[kFragments][4]) {
+#pragma unroll
+    for (int f = 0; f < kFragments; ++f) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float (&x)[4] = s[f][2 * n + i];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) x[e] = Exp2(fmaf(x[e], rule.to_log2, -origin[f][e / 2]));
         for (int half = 0; half < 2; ++half) {
-          const bool this_far = fabsf(origin[f][half]) > kFar;
-          const float shift = this_far ? max[f][half] : 0.f;
-          if (this_far) origin[f][half] = 0.f;
-#pragma unroll
-          for (int n = 0; n < kKeys / 8; ++n) {
-            s[f][n][2 * half] -= shift;
-            s[f][n][2 * half + 1] -= shift;
-          }
-        }
-      }
-    }
-    if (__any_sync(~0u, moved)) {
-#pragma unroll
-      for (int f = 0; f < kFragments; ++f) {
-        for (int half = 0; half < 2; ++half) sum[f][half] *= alpha[f][half];
-#pragma unroll
-        for (int d = 0; d < kDim / 8; ++d) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) o[f][d][e] *= alpha[f][e / 2];
-        }
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kKeys / 16; ++n) {
-#pragma unroll
-      for (int f = 0; f < kFragments; ++f) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float (&x)[4] = s[f][2 * n + i];
-#pragma unroll
-          for (int e = 0; e < 4; ++e) x[e] = Exp2(fmaf(x[e], rule.to_log2, -origin[f][e / 2]));
-          for (int half = 0; half < 2; ++half) {
-            sum[f][half] += x[2 * half] + x[2 * half + 1];
-            p[f][n][2 * i + half] = Pack<E>(x[2 * half], x[2 * half + 1]);
-          }
+          sum[f][half] += x[2 * half] + x[2 * half + 1];
+          p[f][2 * i + half] = Pack<E>(x[2 * half], x[2 * half + 1]);
         }
       }
     }
   }
 
-  // o += P V, and the next tile as in MultiplyKeys.
-  __device__ void MultiplyValues(const E* tile, const uint32_t (&p)[kFragments][kKeys / 16][4]) {
+  // o += P V, while K of the next block is loaded. The probabilities of 16 keys are made under the products of the 16
+  // before them.
+  __device__ void MultiplyValues(int block, float (&s)[kFragments][kKeys / 8][4],
+                                 const float (&origin)[kFragments][2]) {
     const int lane = threadIdx.x % 32;
-    const uint32_t values = FirstChunk(tile, (lane / 8 % 2) * 8 + lane % 8, lane / 16);
+    const uint32_t values = FirstChunk(Tile<true>(), (lane / 8 % 2) * 8 + lane % 8, lane / 16);
+    LoadParams<false>(block - 1);
+    uint32_t p[kKeys / 16][kFragments][4];
+    Exponentiate(0, s, origin, p[0]);
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
+      uint32_t x[kDim / 16][4];
+#pragma unroll
+      for (int d = 0; d < kDim / 16; ++d) LoadMatrix4Transposed(x[d], (values ^ (32 * d)) + 16 * n * kPitch);
+      if (n == 0) Load<false>(block - 1, next);
+      if (n + 1 < kKeys / 16) Exponentiate(n + 1, s, origin, p[n + 1]);
 #pragma unroll
       for (int d = 0; d < kDim / 16; ++d) {
-        uint32_t x[4];
-        LoadMatrix4Transposed(x, (values ^ (32 * d)) + 16 * n * kPitch);
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
-          Mma<E>(o[f][2 * d], p[f][n], x[0], x[1]);
-          Mma<E>(o[f][2 * d + 1], p[f][n], x[2], x[3]);
+          Mma<E>(o[f][2 * d], p[n][f], x[d][0], x[d][1]);
+          Mma<E>(o[f][2 * d + 1], p[n][f], x[d][2], x[d][3]);
         }
       }
-      if (n == 0) LoadNext();
     }
   }
 
@@ -442,39 +490,35 @@ struct MainloopSm80 {
   }
 
   __device__ void Run() {
-    LookUp(load_block);
-    for (int i = 0; i < Traits::kStages - 1; ++i) LoadNext();
-    int slot = 0;
-    const auto next_tile = [&](bool values) {
-      WaitCopies<Traits::kStages - 2>();
-      __syncthreads();
-      const E* tile = Tile(slot, values);
-      slot = slot + 1 == Traits::kStages ? 0 : slot + 1;
-      return tile;
-    };
+    const int last = shared.end - 1;
+    LookUp(last);
+    Prepare(last);
+    LoadParams<false>(last);
+    Load<false>(last, next);
 #pragma unroll 1
-    for (int block = shared.end - 1; block >= shared.begin; --block) {
-      const int run = blocks.RunOf(block), first_key = blocks.FirstKey(block);
+    for (int block = last; block >= shared.begin; --block) {
+      current = next;
       float s[kFragments][kKeys / 8][4] = {};
-      MultiplyKeys(next_tile(false), s);
-      const uint32_t mapped = static_cast<uint32_t>(mapped_queue >> (16 * kAhead)) & 0xffffu;
-      const int32_t* segments = SegmentsOfKeys(params, shared.b);
-      const bool partial =
-          !blocks.common[run].HoldsAll(first_key, kKeys) || mapped != kAllMapped || segments != nullptr;
-      const KeyBlockView seen = {view.runs[run],
-                                 run,
-                                 first_key,
-                                 mapped,
-                                 segments,
-                                 view.has_tree ? params.score.tree_mask : nullptr,
-                                 params.score.tree_columns,
-                                 view.position};
-      if (partial || rule.modified) ModifyAndMask(seen, partial, s);
-      uint32_t p[kFragments][kKeys / 16][4];
-      Softmax(s, p);
-      const E* values = next_tile(true);
-      if (partial) TakeOutNonFinite(seen, const_cast<E*>(values));
-      MultiplyValues(values, p);
+      NextTile<false>();
+      MultiplyKeys(block, s);
+      const bool partial = (current & kPartial) != 0;
+      const auto seen = [&] {
+        const int run = RunOf(block);
+        return KeyBlockView{view.runs[run],
+                            run,
+                            FirstKey(block),
+                            current & kAllMapped,
+                            SegmentsOfKeys(params, shared.b),
+                            view.has_tree ? params.score.tree_mask : nullptr,
+                            params.score.tree_columns,
+                            view.position};
+      };
+      if (partial || rule.modified) ModifyAndMask(seen(), partial, s);
+      float origin[kFragments][2];
+      MoveOrigins(s, origin);
+      NextTile<true>();
+      if (partial) TakeOutNonFinite(seen(), Tile<true>());
+      MultiplyValues(block, s, origin);
     }
   }
 };

@@ -4,30 +4,27 @@
 
 namespace turboattn::prefill {
 
-// sm80: 4 warps of 16 or 32 query rows each. Two blocks share an SM's 228 KB: a block's query tile and ring must stay
-// below 113 KB, and 255 registers a thread bound rows x (keys + head_dim).
+// sm80: 4 warps of 16 or 32 query rows each. Two blocks share an SM's 228 KB: a block's query tile and its tiles of
+// K and V must stay below 113 KB, and 255 registers a thread bound rows x (keys + head_dim).
 template <int kHeadDim>
 struct TilesSm80;
 
 template <>
 struct TilesSm80<64> {
   static constexpr int kRows = 128;  // (token, head of the group) rows
-  static constexpr int kKeys = 128;  // keys a block
-  static constexpr int kStages = 3;  // K and V tiles in the ring: one in use, the others on their way
+  static constexpr int kKeys = 128;  // keys a block; 64 were 6 to 12 % slower on an H200
 };
 
 template <>
 struct TilesSm80<128> {
   static constexpr int kRows = 128;
-  static constexpr int kKeys = 64;
-  static constexpr int kStages = 2;  // 3 and 4 were 3 to 4 % slower on an H100 (4 x 4096 causal)
+  static constexpr int kKeys = 64;  // 32 were 9 to 13 % slower, and 64 rows with three blocks on an SM 8 to 23 %
 };
 
 template <>
 struct TilesSm80<256> {
   static constexpr int kRows = 64;  // 16 rows of output are 128 registers
   static constexpr int kKeys = 64;
-  static constexpr int kStages = 2;  // tiles of 32 KB; a third would leave room for one block only
 };
 
 // sm90: a producer warpgroup and kConsumers warpgroups of 64 rows each, one block an SM. Query tile and ring must stay

@@ -18,7 +18,6 @@ struct TraitsSm80 {
   static constexpr int kDim = kHeadDim, kValueDim = kHeadDim;
   static constexpr int kRows = Tiles::kRows;
   static constexpr int kKeys = Tiles::kKeys;
-  static constexpr int kStages = Tiles::kStages;
   static constexpr int kWarps = 4;
   static constexpr int kThreads = kWarps * kWarp;
   static constexpr int kWarpRows = kRows / kWarps;
