@@ -16,32 +16,38 @@ namespace turboattn::append {
 
 // --- rows of kWidth elements, in registers ---------------------------------------------------------------------------
 //
-// A row takes kWidth / 16 lanes. Lane l holds elements 8l .. 8l + 7 of either half of the row, so that both columns of
-// a rotated pair are in one lane, whichever the pairing, and accesses have 16 bytes.
+// A row takes a few lanes, of which each holds kLaneChunks chunks of 8 elements of either half of the row, so that both
+// columns of a rotated pair are in one lane, whichever the pairing, and accesses have 16 bytes. Chunk i of lane l is
+// chunk i * lanes + l of the half.
 
+// Two where elements are encoded: what is done once a lane, the row's scale above all, costs as much as its elements.
+template <class Traits, int kWidth>
+constexpr int kLaneChunks = Traits::kIsQuantised ? AP_M : 1;
 template <int kWidth>
-constexpr int kRowLanes = kWidth / (2 * kChunk);
+constexpr int kHalfChunks = kWidth / (2 * kChunk);
+template <class Traits, int kWidth>
+constexpr int kRowLanes = kHalfChunks<kWidth> / kLaneChunks<Traits, kWidth>;
 
-// Where turn j lies among those of its token: of each lane the first two, then of each lane the next two. Two of them
+// Where turn j lies among those of its token: of each chunk the first two, then of each chunk the next two. Two of them
 // are one conflict-free 16-byte access.
 template <int kWidth>
-struct LaneTurns {
-  static constexpr int kLanes = kRowLanes<kWidth>;
+struct ChunkTurns {
+  static constexpr int kChunks = kHalfChunks<kWidth>;
   bool interleaved;
 
   __device__ int operator()(int j) const {
-    const int lane = interleaved ? j / 4 % kLanes : j / 8;
-    const int turn = interleaved ? j / (4 * kLanes) * 4 + j % 4 : j % 8;
-    return (turn / 2 * kLanes + lane) * 2 + turn % 2;
+    const int chunk = interleaved ? j / 4 % kChunks : j / 8;
+    const int turn = interleaved ? j / (4 * kChunks) * 4 + j % 4 : j % 8;
+    return (turn / 2 * kChunks + chunk) * 2 + turn % 2;
   }
 };
 
+// Chunk `chunk` of either half.
 template <int kWidth, bool kInterleaved>
-__device__ inline void RotateLane(const SinCos* s_turns, int lane, float (&x)[2][kChunk]) {
-  constexpr int kLanes = kRowLanes<kWidth>;
+__device__ inline void RotateChunks(const SinCos* s_turns, int chunk, float (&x)[2][kChunk]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float4 two = *reinterpret_cast<const float4*>(s_turns + (i * kLanes + lane) * 2);
+    const float4 two = *reinterpret_cast<const float4*>(s_turns + (i * kHalfChunks<kWidth> + chunk) * 2);
     const SinCos turns[2] = {{two.x, two.y}, {two.z, two.w}};
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
@@ -55,26 +61,65 @@ __device__ inline void RotateLane(const SinCos* s_turns, int lane, float (&x)[2]
   }
 }
 
-// A lane's part of a row: four pairs of either half.
+// A lane's part of a row. half[h][i]: chunk i of half h.
+template <class Traits, int kWidth>
 struct LaneRow {
-  uint4 half[2];
+  uint4 half[2][kLaneChunks<Traits, kWidth>];
 };
 
+__device__ inline uint4 LoadOnce(const uint4* from) {
+#if AP_HINT
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+      : "l"(from));
+  return x;
+#else
+  return *from;
+#endif
+}
+
 // chunk: the index of the lane's first chunk.
-template <int kWidth>
-__device__ inline LaneRow LoadLaneRow(const void* source, int64_t chunk) {
+template <class Traits, int kWidth>
+__device__ inline LaneRow<Traits, kWidth> LoadLaneRow(const void* source, int64_t chunk) {
   const uint4* chunks = static_cast<const uint4*>(source) + chunk;
-  return {chunks[0], chunks[kRowLanes<kWidth>]};
+  LaneRow<Traits, kWidth> row;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int i = 0; i < kLaneChunks<Traits, kWidth>; ++i) {
+      row.half[h][i] = LoadOnce(&chunks[h * kHalfChunks<kWidth> + i * kRowLanes<Traits, kWidth>]);
+    }
+  }
+  return row;
+}
+
+template <class E>
+__device__ inline void UnpackChunk(const uint32_t* pairs, float (&x)[kChunk]) {
+#pragma unroll
+  for (int i = 0; i < kChunk / 2; ++i) {
+    x[2 * i] = Low<E>(pairs[i]);
+    x[2 * i + 1] = High<E>(pairs[i]);
+  }
+}
+
+template <class T>
+__device__ inline void StoreOnce(T* to, T x) {
+#if AP_HINT
+  __stcs(to, x);
+#else
+  *to = x;
+#endif
 }
 
 // Row `row` of the pool, kv head `head`. Run by whole warps; rows that are not `written` only take part in the exchange
 // of values. turns: of the row's token.
 template <class Traits, int kWidth, bool kIsKey>
-__device__ inline void StoreLaneRow(const AppendParams& params, const LaneRow& loaded, int64_t row, int head, int layer,
-                                    bool written, const SinCos* turns) {
+__device__ inline void StoreLaneRow(const AppendParams& params, const LaneRow<Traits, kWidth>& loaded, uint32_t row,
+                                    int head, int layer, bool written, const SinCos* turns) {
   using E = typename Traits::E;
   constexpr DType kKv = Traits::kKvDType;
-  constexpr int kLanes = kRowLanes<kWidth>;
+  constexpr int kLanes = kRowLanes<Traits, kWidth>, kChunks = kLaneChunks<Traits, kWidth>, kPairs = kChunk / 2;
   Side side = SideOf(params, kIsKey);
   side.width = kWidth;  // it is; so the compiler knows
   const int lane = threadIdx.x % kLanes;
@@ -83,48 +128,77 @@ __device__ inline void StoreLaneRow(const AppendParams& params, const LaneRow& l
     if (written) fp8_scale = static_cast<const float*>(side.params)[layer * params.cache.num_kv_heads + head];
   }
 
-  uint32_t pairs[kChunk] = {loaded.half[0].x, loaded.half[0].y, loaded.half[0].z, loaded.half[0].w,
-                            loaded.half[1].x, loaded.half[1].y, loaded.half[1].z, loaded.half[1].w};
-  float x[2][kChunk];
-  const auto unpack = [&] {
+  uint32_t pairs[2 * kChunks * kPairs];  // of the chunks of the first half, then of the second
 #pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      x[i / 4][i % 4 * 2] = Low<E>(pairs[i]);
-      x[i / 4][i % 4 * 2 + 1] = High<E>(pairs[i]);
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const uint4 chunk = loaded.half[h][i];
+      uint32_t* to = &pairs[(h * kChunks + i) * kPairs];
+      to[0] = chunk.x, to[1] = chunk.y, to[2] = chunk.z, to[3] = chunk.w;
     }
-  };
+  }
   const bool rotated = kIsKey && params.rope.dim != 0;
   if (rotated || side.bias != nullptr) {
-    unpack();
-    const int64_t bias_element = int64_t{head} * kWidth + lane * kChunk;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) AddBias<E>(side, params.bias_dtype, bias_element + h * (kWidth / 2), x[h]);
-    if (rotated) {
-      params.rope.interleaved ? RotateLane<kWidth, true>(turns, lane, x) : RotateLane<kWidth, false>(turns, lane, x);
+    for (int i = 0; i < kChunks; ++i) {
+      float x[2][kChunk];
+      const int chunk = i * kLanes + lane;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        UnpackChunk<E>(&pairs[(h * kChunks + i) * kPairs], x[h]);
+        AddBias<E>(side, params.bias_dtype, int64_t{head} * kWidth + h * (kWidth / 2) + chunk * kChunk, x[h]);
+      }
+      if (rotated) {
+        params.rope.interleaved ? RotateChunks<kWidth, true>(turns, chunk, x)
+                                : RotateChunks<kWidth, false>(turns, chunk, x);
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int k = 0; k < kPairs; ++k) {
+          pairs[(h * kChunks + i) * kPairs + k] = RoundPair<E>(x[h][2 * k], x[h][2 * k + 1]);
+        }
+      }
     }
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) pairs[i] = RoundPair<E>(x[i / 4][i % 4 * 2], x[i / 4][i % 4 * 2 + 1]);
   }
 
+  // The lane's part of a chunk is stored at the same index as it was loaded.
+  const auto store = [&](auto encode) {
+    using Code = decltype(encode(pairs));
+    Code* codes = reinterpret_cast<Code*>(static_cast<char*>(side.pool) +
+                                          uint64_t{row} * (2 * kHalfChunks<kWidth> * sizeof(Code))) + lane;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        StoreOnce(&codes[h * kHalfChunks<kWidth> + i * kLanes], encode(&pairs[(h * kChunks + i) * kPairs]));
+      }
+    }
+  };
   if constexpr (!Traits::kIsQuantised) {
     NormaliseNans<E>(pairs);
     if (!written) return;
-    uint4* chunks = static_cast<uint4*>(side.pool) + row * (kWidth / kChunk) + lane;
-    chunks[0] = {pairs[0], pairs[1], pairs[2], pairs[3]};
-    chunks[kLanes] = {pairs[4], pairs[5], pairs[6], pairs[7]};
-  } else {
-    [[maybe_unused]] RowScale scale{};
-    if constexpr (kHasRowParams<kKv>) scale = PairsRowScale<E, Traits::kBits, kLanes>(pairs);
+    store([](const uint32_t* p) { return uint4{p[0], p[1], p[2], p[3]}; });
+  } else if constexpr (kKv == DType::kFloat8E4M3) {
     if (!written) return;
-    if constexpr (kHasRowParams<kKv>) {
-      if (lane == 0) StoreRowScale<E>(side, row, scale);
-    }
+    const float largest = LargestMagnitude<E>(pairs);
+    const Fp8Encoder encoder(fp8_scale);
+    store([&](const uint32_t* p) {
+      float x[kChunk];
+      UnpackChunk<E>(p, x);
+      return encoder.Chunk(x, largest);
+    });
+  } else {
+    const RowScale scale = PairsRowScale<E, Traits::kBits, kLanes>(pairs);
+    if (!written) return;
+    if (lane == 0) StoreRowScale<E>(side, row, scale);
     const RowEncoder<Traits::kBits> encoder(scale);
-    unpack();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      StoreEncoded<Traits>(side, row, h * (kWidth / 2) + lane * kChunk, encoder, fp8_scale, x[h]);
-    }
+    store([&](const uint32_t* p) {
+      float x[kChunk];
+      UnpackChunk<E>(p, x);
+      return encoder.Chunk(x);
+    });
   }
 }
 
@@ -135,51 +209,49 @@ template <class Traits, int kWidth>
 __global__ void __launch_bounds__(kMaxWarps* kWarp, kMinBlocks)
     AppendKernel(const __grid_constant__ AppendParams params, int block_tokens) {
   extern __shared__ float4 s_dynamic[];
-  __shared__ int s_owner[kMaxTokens];
+  __shared__ unsigned long long s_owner[kMaxTokens];
   __shared__ Place s_place[kMaxTokens];
   SinCos* s_turns = reinterpret_cast<SinCos*>(s_dynamic);
-  constexpr int kPairs = kWidth / 2;
+  constexpr int kPairs = kWidth / 2, kLanes = kRowLanes<Traits, kWidth>;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * block_tokens;
   const int64_t left = params.seqs.num_tokens - first;
   const int count = left < block_tokens ? static_cast<int>(left) : block_tokens;
   const unsigned heads = static_cast<unsigned>(params.cache.num_kv_heads);
-  const unsigned rows = count * heads, step = blockDim.x / kRowLanes<kWidth>;
+  const unsigned rows = count * heads, step = blockDim.x / kLanes;
   const unsigned page_size = static_cast<unsigned>(params.cache.page_size);
   const bool has_value = params.value != nullptr;
 
   // The first rows are on their way while the block finds out where they go.
-  unsigned r = threadIdx.x / kRowLanes<kWidth>;
-  int64_t chunk = (first * heads + r) * (kWidth / kChunk) + threadIdx.x % kRowLanes<kWidth>;
-  LaneRow key{}, value{};
+  unsigned r = threadIdx.x / kLanes;
+  int64_t chunk = (first * heads + r) * (kWidth / kChunk) + threadIdx.x % kLanes;
+  LaneRow<Traits, kWidth> key{}, value{};
   if (r < rows) {
-    key = LoadLaneRow<kWidth>(params.key, chunk);
-    if (has_value) value = LoadLaneRow<kWidth>(params.value, chunk);
+    key = LoadLaneRow<Traits, kWidth>(params.key, chunk);
+    if (has_value) value = LoadLaneRow<Traits, kWidth>(params.value, chunk);
   }
-  PlaceTokens(params, first, count, s_owner, s_place);
-  if (params.rope.dim != 0) {
-    TurnTokens(params.rope, kPairs, first, count, s_place, s_turns, LaneTurns<kWidth>{params.rope.interleaved});
-  }
+  PlaceTokens(params, params.rope.dim != 0 ? kPairs : 0, first, count, s_owner, s_place, s_turns,
+              ChunkTurns<kWidth>{params.rope.interleaved});
 
   const unsigned step_tokens = step / heads, step_heads = step % heads;
   unsigned t = r / heads, head = r % heads;
   // All lanes of a warp stay until its first row is past the end: they exchange values.
-  const unsigned row_in_warp = threadIdx.x % kWarp / kRowLanes<kWidth>;
+  const unsigned row_in_warp = threadIdx.x % kWarp / kLanes;
   while (r - row_in_warp < rows) {
     const unsigned token = r < rows ? t : 0;
     const int64_t page = s_place[token].page;
     const int layer = s_place[token].layer;
     const bool written = r < rows && page != kUnmapped;
-    // CacheRow, without products of 64 bits: see Launch.
-    const int64_t row = static_cast<int64_t>(uint64_t{static_cast<unsigned>(page)} * (heads * page_size) +
-                                             (head * page_size + static_cast<unsigned>(s_place[token].slot)));
+    // CacheRow in 32 bits: see Launch.
+    const uint32_t row = (static_cast<uint32_t>(page) * heads + head) * page_size +
+                         static_cast<uint32_t>(s_place[token].slot);
     const SinCos* turns = s_turns + token * kPairs;
     r += step;
     chunk += step * (kWidth / kChunk);
     StoreLaneRow<Traits, kWidth, true>(params, key, row, head, layer, written, turns);
-    if (r < rows) key = LoadLaneRow<kWidth>(params.key, chunk);
+    if (r < rows) key = LoadLaneRow<Traits, kWidth>(params.key, chunk);
     if (has_value) {
       StoreLaneRow<Traits, kWidth, false>(params, value, row, head, layer, written, turns);
-      if (r < rows) value = LoadLaneRow<kWidth>(params.value, chunk);
+      if (r < rows) value = LoadLaneRow<Traits, kWidth>(params.value, chunk);
     }
     t += step_tokens;
     head += step_heads;
@@ -203,7 +275,7 @@ template <class Traits>
 __global__ void __launch_bounds__(kMaxWarps* kWarp)
     AppendAnyKernel(const __grid_constant__ AppendParams params, int block_tokens) {
   extern __shared__ float4 s_dynamic[];
-  __shared__ int s_owner[kMaxAnyTokens];
+  __shared__ unsigned long long s_owner[kMaxAnyTokens];
   __shared__ Place s_place[kMaxAnyTokens];
   SinCos* s_turns = reinterpret_cast<SinCos*>(s_dynamic);
   const int pairs = params.rope.dim / 2;
@@ -211,8 +283,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
   const int64_t first = static_cast<int64_t>(blockIdx.x) * block_tokens;
   const int64_t left = params.seqs.num_tokens - first;
   const int count = left < block_tokens ? static_cast<int>(left) : block_tokens;
-  PlaceTokens(params, first, count, s_owner, s_place);
-  if (pairs != 0) TurnTokens(params.rope, pairs, first, count, s_place, s_turns, [](int j) { return j; });
+  PlaceTokens(params, pairs, first, count, s_owner, s_place, s_turns, [](int j) { return j; });
 
   const int heads = static_cast<int>(params.cache.num_kv_heads), side_rows = count * heads;
   const int rows = params.value != nullptr ? 2 * side_rows : side_rows;

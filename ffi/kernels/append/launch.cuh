@@ -19,18 +19,19 @@ inline int BlockTokens(const AppendParams& params, int64_t token_rows, int64_t r
 }
 
 // Rows of K, and of V, that a block moves at a time.
-template <int kWidth>
-constexpr int64_t kPassRows = kMaxWarps * kWarp / kRowLanes<kWidth>;
+template <class Traits, int kWidth>
+constexpr int64_t kPassRows = kMaxWarps * kWarp / kRowLanes<Traits, kWidth>;
 
-template <int kWidth>
+template <class Traits, int kWidth>
 int RegisterBlockTokens(const AppendParams& params) {
   static_assert(kMaxTokens * (kWidth / 2 * sizeof(SinCos)) <= 32 * 1024, "shared memory of a block's turns");
-  return BlockTokens(params, params.cache.num_kv_heads, 16 * kPassRows<kWidth>, kMaxTokens);
+  return BlockTokens(params, params.cache.num_kv_heads, 16 * kPassRows<Traits, kWidth>, kMaxTokens);
 }
 
 template <class Traits, int kWidth>
 cudaError_t LaunchRegisters(const AppendParams& params, int block_tokens, cudaStream_t stream) {
-  const int64_t lanes = std::min(block_tokens * params.cache.num_kv_heads, kPassRows<kWidth>) * kRowLanes<kWidth>;
+  constexpr int kLanes = kRowLanes<Traits, kWidth>;
+  const int64_t lanes = std::min(block_tokens * params.cache.num_kv_heads, kPassRows<Traits, kWidth>) * kLanes;
   const auto threads = static_cast<unsigned>((lanes + kWarp - 1) / kWarp * kWarp);
   const auto blocks = static_cast<unsigned>((params.seqs.num_tokens + block_tokens - 1) / block_tokens);
   const int64_t turn_bytes = block_tokens * (params.rope.dim / 2) * static_cast<int64_t>(sizeof(SinCos));
@@ -74,16 +75,16 @@ cudaError_t Launch(const AppendParams& params, cudaStream_t stream) {
   const int64_t token_rows = cache.num_kv_heads * (has_value ? 2 : 1);
   const bool one_width = !has_value || cache.value_dim == cache.head_dim;
   const bool whole_rope = params.rope.dim == 0 || params.rope.dim == cache.head_dim;
-  // AppendKernel multiplies in 32 bits.
-  const bool small = cache.num_layers * cache.num_pages <= INT_MAX && cache.num_kv_heads * cache.page_size <= INT_MAX;
+  // AppendKernel counts rows of the pool in 32 bits.
+  const bool small = static_cast<double>(cache.num_layers) * cache.num_pages * cache.num_kv_heads * cache.page_size <= UINT32_MAX;
   if (one_width && whole_rope && small) {
     switch (cache.head_dim) {
       case 64:
-        return LaunchRegisters<Traits, 64>(params, RegisterBlockTokens<64>(params), stream);
+        return LaunchRegisters<Traits, 64>(params, RegisterBlockTokens<Traits, 64>(params), stream);
       case 128:
-        return LaunchRegisters<Traits, 128>(params, RegisterBlockTokens<128>(params), stream);
+        return LaunchRegisters<Traits, 128>(params, RegisterBlockTokens<Traits, 128>(params), stream);
       case 256:
-        return LaunchRegisters<Traits, 256>(params, RegisterBlockTokens<256>(params), stream);
+        return LaunchRegisters<Traits, 256>(params, RegisterBlockTokens<Traits, 256>(params), stream);
     }
   }
   return LaunchAny<Traits>(params, token_rows, stream);

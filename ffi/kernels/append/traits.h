@@ -7,8 +7,14 @@
 
 namespace turboattn::append {
 
-constexpr int kMaxWarps = 8;       // a block
-constexpr int kMinBlocks = 4;      // an SM: 64 registers a thread, and loads enough in flight
+#ifndef AP_WARPS
+#define AP_WARPS 8
+#define AP_MIN 4
+#define AP_M 1
+#define AP_HINT 0
+#endif
+constexpr int kMaxWarps = AP_WARPS;       // a block
+constexpr int kMinBlocks = AP_MIN;      // an SM: 64 registers a thread, and loads enough in flight
 constexpr int kMaxTokens = 32;     // a block; 16 and 64 were 4 % slower with int8 at 32,768 tokens on an H200
 constexpr int kMaxAnyTokens = 16;  // of AppendAnyKernel
 

@@ -58,22 +58,35 @@ __device__ inline RowScale GroupRowScale(float min, float max, float poison) {
   return MakeRowScale<E, kBits>(min, max, finite);
 }
 
-// Codes of the elements of one row: those of EncodeCode, without its division. The quotient a / s is first a times a
-// reciprocal and then corrected once by its remainder, which is exact in one fma. That gives the rounded quotient
-// itself: s has at most 11 significant bits, so a / s is never a tie between two floats, and never closer to one than
-// 2^-12 of their distance, while the corrected value is off by less than 2^-20 of it before its rounding.
+// 1 / s as the sum of two floats, so that x / s is one rounding of x * high + x * low, but for less than 2^-18 of the
+// distance between two floats before that rounding. s is far from both ends of the floats' range.
+struct Reciprocal {
+  float high, low;
+
+  // less: how much the high part is less, in units of its last place. 2 make it less than 1 / s.
+  __device__ explicit Reciprocal(float s, uint32_t less = 0) {
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(high) : "f"(s));
+    high = BitsToFloat(FloatToBits(high) - less);
+    low = MulRn(fmaf(-s, high, 1.f), high);
+  }
+  __device__ float Times(float x) const { return fmaf(x, high, MulRn(x, low)); }
+};
+
+// Codes of the elements of one row: those of EncodeCode, without its division. The product with the reciprocal is the
+// rounded quotient itself: s has at most 11 significant bits, so a / s is never a tie between two floats, and never
+// closer to one than 2^-12 of their distance.
 template <int kBits>
 class RowEncoder {
  public:
-  __device__ explicit RowEncoder(RowScale row) {
-    // A remainder must not be subnormal: all is scaled. A row with such small steps is small itself, nothing overflows.
-    power_ = row.scale < 0x1p-64f ? 0x1p64f : 1.f;
-    scale_ = MulRn(row.scale, power_);
-    zero_ = MulRn(row.zero, power_);
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse_) : "f"(scale_));
+  __device__ explicit RowEncoder(RowScale row)
+      // Extreme rows are scaled. A row with small steps is small itself, nothing overflows; with large steps, what is
+      // lost of small elements is nothing to their codes.
+      : power_(row.scale < 0x1p-64f ? 0x1p64f : row.scale > 0x1p64f ? 0x1p-64f : 1.f),
+        zero_(MulRn(row.zero, power_)),
+        inverse_(MulRn(row.scale, power_)) {
     constexpr uint32_t kMaxCode = (1 << kBits) - 1;
     // Without a usable scale (0, Inf, NaN) every code is 0.
-    limits_ = scale_ > 0.f && IsFinite(scale_) ? kMaxCode << 16 | kMaxCode : 0;
+    limits_ = row.scale > 0.f && IsFinite(row.scale) ? kMaxCode << 16 | kMaxCode : 0;
   }
 
   // Two codes, a half each.
@@ -81,77 +94,85 @@ class RowEncoder {
     return __vminu2(__byte_perm(Code(low), Code(high), 0x5410), limits_);
   }
 
+  // Eight, in the order of the cache.
+  __device__ std::conditional_t<kBits == 4, uint32_t, uint2> Chunk(const float (&x)[kChunk]) const {
+    uint32_t pairs[kChunk / 2];
+#pragma unroll
+    for (int i = 0; i < kChunk / 2; ++i) pairs[i] = CodePair(x[2 * i], x[2 * i + 1]);
+    if constexpr (kBits == 4) {
+      // The order of Int4Shift: even elements in the low half, odd ones in the high half.
+      return pairs[0] + (pairs[1] << 4) + (pairs[2] << 8) + (pairs[3] << 12);
+    } else {
+      return {__byte_perm(pairs[0], pairs[1], 0x6420), __byte_perm(pairs[2], pairs[3], 0x6420)};
+    }
+  }
+
  private:
   // The code in the low half, for a usable scale, and not yet limited: the largest may exceed the last code, as the
   // scale is rounded. None is below 0: no element is less than zero, the row's minimum.
   __device__ uint32_t Code(float x) const {
     const float a = fmaf(x, power_, -zero_);  // the product is exact: one rounding, that of x - zero
-    const float quotient = MulRn(a, inverse_);
-    const float steps = fmaf(fmaf(-quotient, scale_, a), inverse_, quotient);
-    return FloatToBits(AddRn(steps, 0x1p23f));  // as in EncodeCode
+    return FloatToBits(AddRn(inverse_.Times(a), 0x1p23f));  // as in EncodeCode
   }
 
-  float power_, scale_, zero_, inverse_;
+  float power_, zero_;
+  Reciprocal inverse_;
   uint32_t limits_;
 };
 
-// Eight codes of EncodeFp8, without its division where neither scale nor elements are extreme.
+// Codes of EncodeFp8, without its division where neither scale nor elements are extreme.
 //
-// The quotient is corrected as in RowEncoder, but a scale has 24 significant bits: the result may be the wrong
-// neighbour of a quotient that is nearly a tie between two floats. fp8 can tell the two apart only if one of them is a
-// tie t between two fp8, which has at most 5 bits. Written as integers (s of 24 bits, t of 5, an element of 11 and then
-// zeros), such a quotient needs s (2^20 t +- 1) within 12 of a number with 36 zeros at its end, which only s = 2^24 - 1
-// can meet.
-__device__ inline uint2 EncodeFp8Chunk(const float (&x)[kChunk], float scale) {
-#if __CUDA_ARCH__ >= 890
-  float largest = 0.f;
-#pragma unroll
-  for (int e = 0; e < kChunk; ++e) largest = fmaxf(largest, fabsf(x[e]));  // passes over NaN
-  constexpr uint32_t kMantissa = 0x7fffffu;
-  if (scale > 0x1p-60f && scale < 0x1p60f && (FloatToBits(scale) & kMantissa) != kMantissa && largest < 0x1p60f) {
-    float inverse;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(scale));
-    uint16_t pairs[kChunk / 2];
-#pragma unroll
-    for (int i = 0; i < kChunk / 2; ++i) {
-      float y[2];
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const float quotient = MulRn(x[2 * i + k], inverse);
-        y[k] = fmaf(fmaf(quotient, scale, -x[2 * i + k]), -inverse, quotient);  // with these signs, -0 stays -0
-      }
-      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pairs[i]) : "f"(y[1]), "f"(y[0]));
-    }
-    return {pairs[0] | static_cast<uint32_t>(pairs[1]) << 16, pairs[2] | static_cast<uint32_t>(pairs[3]) << 16};
+// The product with the reciprocal may be the wrong neighbour of a quotient that is nearly a tie between two floats, as
+// a scale has 24 significant bits. fp8 can tell the two apart only if one of them is a tie t between two fp8, which has
+// at most 5 bits. Written as integers (s of 24 bits, t of 5, an element of 11 and then zeros), such a quotient needs
+// s (2^20 t +- 1) within 2^8 of a number with 36 zeros at its end, which only s = 2^24 - 1 can meet.
+class Fp8Encoder {
+ public:
+  __device__ explicit Fp8Encoder(float scale) : scale_(scale), inverse_(scale, 2) {  // low > 0: -0 stays -0
+    constexpr uint32_t kMantissa = 0x7fffffu;
+    limit_ = scale > 0x1p-60f && scale < 0x1p60f && (FloatToBits(scale) & kMantissa) != kMantissa ? 0x1p60f : 0.f;
   }
-#endif
-  uint32_t words[2] = {};
-#pragma unroll
-  for (int e = 0; e < kChunk; ++e) words[e / 4] |= static_cast<uint32_t>(EncodeFp8(x[e], scale).bits) << e % 4 * 8;
-  return {words[0], words[1]};
-}
 
-// Encodes x, E values, as elements d .. d + 7 of row `row` of [L,N,K,P]. `encoder` is for int8 and int4, `fp8_scale`
-// for fp8.
+  // largest: of the elements' magnitudes, or NaN.
+  __device__ uint2 Chunk(const float (&x)[kChunk], float largest) const {
+#if __CUDA_ARCH__ >= 890
+    if (largest < limit_) {
+      uint16_t pairs[kChunk / 2];
+#pragma unroll
+      for (int i = 0; i < kChunk / 2; ++i) {
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+            : "=h"(pairs[i])
+            : "f"(inverse_.Times(x[2 * i + 1])), "f"(inverse_.Times(x[2 * i])));
+      }
+      return {pairs[0] | static_cast<uint32_t>(pairs[1]) << 16, pairs[2] | static_cast<uint32_t>(pairs[3]) << 16};
+    }
+#endif
+    uint32_t words[2] = {};
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) words[e / 4] |= static_cast<uint32_t>(EncodeFp8(x[e], scale_).bits) << e % 4 * 8;
+    return {words[0], words[1]};
+  }
+
+ private:
+  float scale_, limit_;
+  Reciprocal inverse_;
+};
+
+// Encodes x, E values, as elements d .. d + 7 of row `row` of [L,N,K,P]. `scale` is for int8 and int4, `fp8_scale` for
+// fp8.
 template <class Traits>
-__device__ inline void StoreEncoded(const Side& side, int64_t row, int64_t d, const RowEncoder<Traits::kBits>& encoder,
-                                    float fp8_scale, const float (&x)[kChunk]) {
+__device__ inline void StoreEncoded(const Side& side, int64_t row, int64_t d, RowScale scale, float fp8_scale,
+                                    const float (&x)[kChunk]) {
   constexpr DType kKv = Traits::kKvDType;
   const int64_t element = row * side.width + d;
   if constexpr (kHasRowParams<kKv>) {
-    uint32_t pairs[kChunk / 2];
-#pragma unroll
-    for (int i = 0; i < kChunk / 2; ++i) pairs[i] = encoder.CodePair(x[2 * i], x[2 * i + 1]);
-    if constexpr (kKv == DType::kInt4) {
-      // The order of Int4Shift: even elements in the low half, odd ones in the high half.
-      static_cast<uint32_t*>(side.pool)[element / kChunk] =
-          pairs[0] + (pairs[1] << 4) + (pairs[2] << 8) + (pairs[3] << 12);
-    } else {
-      static_cast<uint2*>(side.pool)[element / kChunk] = {__byte_perm(pairs[0], pairs[1], 0x6420),
-                                                          __byte_perm(pairs[2], pairs[3], 0x6420)};
-    }
+    const auto codes = RowEncoder<Traits::kBits>(scale).Chunk(x);
+    static_cast<std::remove_const_t<decltype(codes)>*>(side.pool)[element / kChunk] = codes;
   } else if constexpr (kKv == DType::kFloat8E4M3) {
-    static_cast<uint2*>(side.pool)[element / kChunk] = EncodeFp8Chunk(x, fp8_scale);
+    float largest = 0.f;
+#pragma unroll
+    for (int e = 0; e < kChunk; ++e) largest = fmaxf(largest, fabsf(x[e]));  // passes over NaN, whose code is right
+    static_cast<uint2*>(side.pool)[element / kChunk] = Fp8Encoder(fp8_scale).Chunk(x, largest);
   } else {
     Chunk<Element<kKv>> chunk;
 #pragma unroll
@@ -219,13 +240,12 @@ __device__ inline void FinishRow(const AppendParams& params, bool is_key, int64_
   if constexpr (kKv == DType::kFloat8E4M3) {
     fp8_scale = static_cast<const float*>(side.params)[layer * params.cache.num_kv_heads + head];
   }
-  const RowEncoder<Traits::kBits> encoder(scale);
 #pragma unroll 1
   for (int d = lane * kChunk; d < width; d += kWarp * kChunk) {
     float x[kChunk];
 #pragma unroll
     for (int e = 0; e < kChunk; ++e) x[e] = s_row[d + e];
-    StoreEncoded<Traits>(side, row, d, encoder, fp8_scale, x);
+    StoreEncoded<Traits>(side, row, d, scale, fp8_scale, x);
   }
   __syncwarp();  // the row is free for the next one
 }
