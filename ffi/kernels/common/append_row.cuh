@@ -133,27 +133,31 @@ class Fp8Encoder {
     limit_ = scale > 0x1p-60f && scale < 0x1p60f && (FloatToBits(scale) & kMantissa) != kMantissa ? 0x1p60f : 0.f;
   }
 
-  // largest: of the elements' magnitudes, or NaN.
-  __device__ uint2 Chunk(const float (&x)[kChunk], float largest) const {
+  // Two codes, a byte each. largest: of the elements' magnitudes, or NaN.
+  __device__ uint32_t Pair(float low, float high, float largest) const {
 #if __CUDA_ARCH__ >= 890
     if (largest < limit_) {
-      uint16_t pairs[kChunk / 2];
-#pragma unroll
-      for (int i = 0; i < kChunk / 2; ++i) {
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
-            : "=h"(pairs[i])
-            : "f"(inverse_.Times(x[2 * i + 1])), "f"(inverse_.Times(x[2 * i])));
-      }
-      return {pairs[0] | static_cast<uint32_t>(pairs[1]) << 16, pairs[2] | static_cast<uint32_t>(pairs[3]) << 16};
+      uint16_t codes;
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(inverse_.Times(high)), "f"(inverse_.Times(low)));
+      return codes;
     }
 #endif
-    uint32_t words[2] = {};
-#pragma unroll
-    for (int e = 0; e < kChunk; ++e) words[e / 4] |= static_cast<uint32_t>(EncodeFp8(x[e], scale_).bits) << e % 4 * 8;
-    return {words[0], words[1]};
+    return EncodeFp8(low, scale_).bits | static_cast<uint32_t>(EncodeFp8(high, scale_).bits) << 8;
+  }
+
+  __device__ uint2 Chunk(const float (&x)[kChunk], float largest) const {
+#if __CUDA_ARCH__ >= 890
+    if (largest < limit_) return ChunkOf([&](int i) { return Pair(x[2 * i], x[2 * i + 1], 0.f); });
+#endif
+    return ChunkOf([&](int i) { return Pair(x[2 * i], x[2 * i + 1], Infinity()); });
   }
 
  private:
+  template <class PairOf>
+  static __device__ uint2 ChunkOf(PairOf pair) {
+    return {pair(0) | pair(1) << 16, pair(2) | pair(3) << 16};
+  }
+
   float scale_, limit_;
   Reciprocal inverse_;
 };
@@ -200,9 +204,8 @@ __device__ inline void PutChunk(const AppendParams& params, const Side& side, in
 }
 
 // The rest of the way, by the warp that put s_row there: into row `row` of [L,N,K,P], which is kv head `head` of
-// `layer`. turn(j): the SinCos of pair j. kWidth: the row's, where it is known. Loops stay loops: their instructions
-// take longer to arrive than to run.
-template <class Traits, int kWidth = 0, class Turn>
+// `layer`. turn(j): the SinCos of pair j. Loops stay loops: their instructions take longer to arrive than to run.
+template <class Traits, class Turn>
 __device__ inline void FinishRow(const AppendParams& params, bool is_key, int64_t row, int64_t layer, int64_t head,
                                  Turn turn, float* s_row) {
   using E = typename Traits::E;
@@ -210,7 +213,7 @@ __device__ inline void FinishRow(const AppendParams& params, bool is_key, int64_
   const RopeParams& rope = params.rope;
   const int lane = threadIdx.x % kWarp;
   const Side side = SideOf(params, is_key);
-  const int width = kWidth > 0 ? kWidth : static_cast<int>(side.width);
+  const int width = static_cast<int>(side.width);
   __syncwarp();
   if (is_key) {
 #pragma unroll 1
@@ -261,6 +264,151 @@ __device__ inline void MoveRow(const AppendParams& params, bool is_key, int64_t 
   }
   const int64_t row = CacheRow(params.cache, place.page, head, place.slot);
   FinishRow<Traits>(params, is_key, row, place.layer, head, [&](int64_t j) { return turns[j]; }, s_row);
+}
+
+// One row of kWidth elements by a warp, in registers, into row `row` of [L,N,K,P], which is kv head `head` of `layer`.
+// Short: its instructions take longer to arrive than to run. turn(j): the SinCos of pair j. s_row[kWidth]: for rows of
+// which RoPE turns a part.
+template <class Traits, int kWidth, class Turn>
+__device__ inline void StoreWarpRow(const AppendParams& params, bool is_key, int64_t row, int64_t layer, int64_t head,
+                                    const WarpRow<kWidth>& loaded, Turn turn, float* s_row) {
+  using E = typename Traits::E;
+  using Row = WarpRow<kWidth>;
+  constexpr DType kKv = Traits::kKvDType;
+  constexpr int kPairs = Row::kPairs, kColumns = 2 * kPairs, kHalf = kWidth / 2;
+  const RopeParams& rope = params.rope;
+  const Side side = SideOf(params, is_key);
+  const int lane = Row::Lane(), column = lane * kColumns;  // of either half
+  [[maybe_unused]] float fp8_scale = 0.f;
+  if constexpr (kKv == DType::kFloat8E4M3) {
+    fp8_scale = static_cast<const float*>(side.params)[layer * params.cache.num_kv_heads + head];
+  }
+
+  uint32_t pairs[2 * kPairs];
+#pragma unroll
+  for (int i = 0; i < 2 * kPairs; ++i) pairs[i] = loaded.half[i / kPairs].pairs[i % kPairs];
+  const bool rotated = is_key && rope.dim != 0;
+  if (rotated || side.bias != nullptr) {
+    float x[2][kColumns];
+#pragma unroll
+    for (int i = 0; i < 2 * kPairs; ++i) {
+      x[i / kPairs][i % kPairs * 2] = Low<E>(pairs[i]);
+      x[i / kPairs][i % kPairs * 2 + 1] = High<E>(pairs[i]);
+    }
+    if (side.bias != nullptr) {
+#pragma unroll
+      for (int e = 0; e < 2 * kColumns; ++e) {
+        const int64_t i = head * kWidth + e / kColumns * kHalf + column + e % kColumns;
+        const float bias = params.bias_dtype == DType::kFloat32 ? static_cast<const float*>(side.bias)[i]
+                                                                : ToFloat(static_cast<const E*>(side.bias)[i]);
+        x[e / kColumns][e % kColumns] = AddRn(x[e / kColumns][e % kColumns], bias);
+      }
+    }
+    if (rotated && rope.dim == kWidth) {
+      SinCos turns[kColumns];
+#pragma unroll
+      for (int e = 0; e < kColumns; ++e) {
+        turns[e] = turn(rope.interleaved ? e / kPairs * (kHalf / 2) + column / 2 + e % kPairs : column + e);
+      }
+      if (rope.interleaved) {
+#pragma unroll
+        for (int e = 0; e < kColumns; ++e) {
+          RopeRotate(turns[e], &x[e / kPairs][e % kPairs * 2], &x[e / kPairs][e % kPairs * 2 + 1]);
+        }
+      } else {
+#pragma unroll
+        for (int e = 0; e < kColumns; ++e) RopeRotate(turns[e], &x[0][e], &x[1][e]);
+      }
+    } else if (rotated) {
+#pragma unroll
+      for (int e = 0; e < 2 * kColumns; ++e) {
+        s_row[e / kColumns * kHalf + column + e % kColumns] = x[e / kColumns][e % kColumns];
+      }
+      __syncwarp();
+#pragma unroll 1
+      for (int j = threadIdx.x % kWarp; j < rope.dim / 2; j += kWarp) {
+        RopeRotate(turn(j), &s_row[RopeFirst(rope, j)], &s_row[RopeSecond(rope, j)]);
+      }
+      __syncwarp();
+#pragma unroll
+      for (int e = 0; e < 2 * kColumns; ++e) {
+        x[e / kColumns][e % kColumns] = s_row[e / kColumns * kHalf + column + e % kColumns];
+      }
+      __syncwarp();  // the row is free for the next one
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kPairs; ++i) {
+      pairs[i] = RoundPair<E>(x[i / kPairs][i % kPairs * 2], x[i / kPairs][i % kPairs * 2 + 1]);
+    }
+  }
+
+  const bool stores = kWarp == Row::kLanes || threadIdx.x % kWarp < Row::kLanes;
+  if constexpr (!kHasRowParams<kKv> && kKv != DType::kFloat8E4M3) {
+    NormaliseNans<E>(pairs);
+    if (!stores) return;
+    typename Row::Half* to = static_cast<typename Row::Half*>(side.pool) + row * (2 * Row::kLanes) + lane;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      typename Row::Half half;
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) half.pairs[i] = pairs[h * kPairs + i];
+      to[h * Row::kLanes] = half;
+    }
+  } else {
+    [[maybe_unused]] RowScale scale{};
+    [[maybe_unused]] float largest = 0.f;
+    if constexpr (kHasRowParams<kKv>) {
+      scale = PairsRowScale<E, Traits::kBits, Row::kLanes>(pairs);
+      if (threadIdx.x % kWarp == 0) StoreRowScale<E>(side, row, scale);
+    } else {
+      largest = LargestMagnitude<E>(pairs);
+    }
+    uint32_t codes[2];
+    const auto encode = [&](auto pair) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        uint32_t found[kPairs];
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+          found[i] = pair(Low<E>(pairs[h * kPairs + i]), High<E>(pairs[h * kPairs + i]));
+        }
+        codes[h] = found[0];
+        if constexpr (kKv == DType::kInt4) {
+          // The order of Int4Shift: even elements in the low half of a word, odd ones in the high half.
+          if constexpr (kPairs == 2) codes[h] += found[1] << 4;
+          codes[h] <<= lane % (4 / kPairs) * (4 * kPairs);
+#pragma unroll
+          for (int step = 1; step < 4 / kPairs; step *= 2) codes[h] |= __shfl_xor_sync(~0u, codes[h], step);
+        } else if constexpr (kPairs == 2) {
+          codes[h] += found[1] << 16;
+        }
+      }
+    };
+    if constexpr (kHasRowParams<kKv>) {
+      const RowEncoder<Traits::kBits> encoder(scale);
+      encode([&](float low, float high) {
+        const uint32_t pair = encoder.CodePair(low, high);
+        return Traits::kBits == 8 ? __byte_perm(pair, 0, 0x4420) : pair;
+      });
+    } else {
+      const Fp8Encoder encoder(fp8_scale);
+      encode([&](float low, float high) { return encoder.Pair(low, high, largest); });
+    }
+    if constexpr (kKv == DType::kInt4) {
+      // Eight codes a word: of a word's lanes one stores it.
+      constexpr int kSharing = 4 / kPairs;
+      uint32_t* to = static_cast<uint32_t*>(side.pool) + row * (kWidth / 8) + lane / kSharing;
+      if (stores && lane % kSharing == 0) {
+        to[0] = codes[0];
+        to[kWidth / 16] = codes[1];
+      }
+    } else if (stores) {
+      using Code = std::conditional_t<kPairs == 2, uint32_t, uint16_t>;
+      Code* to = static_cast<Code*>(side.pool) + row * (2 * Row::kLanes) + lane;
+      to[0] = static_cast<Code>(codes[0]);
+      to[Row::kLanes] = static_cast<Code>(codes[1]);
+    }
+  }
 }
 
 }  // namespace turboattn::append

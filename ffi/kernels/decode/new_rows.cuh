@@ -2,6 +2,7 @@
 #ifndef TURBOATTN_KERNELS_DECODE_NEW_ROWS_CUH_
 #define TURBOATTN_KERNELS_DECODE_NEW_ROWS_CUH_
 
+#include <climits>
 #include <cstdint>
 
 #include "kernels/common/append_row.cuh"
@@ -40,12 +41,11 @@ class NewRows {
         end_block_(end_block),
         first_(Load(FirstItem())) {}
 
-  // Whether one of blocks first_block .. end - 1 may have a new row among its keys: the first that one could have.
-  __device__ bool Touch(int end) const {
-    if (params_.append.key == nullptr) return false;
+  // The first block of the list that may have a new row among its keys.
+  __device__ int FirstBlock() const {
+    if (params_.append.key == nullptr) return INT_MAX;
     const int64_t position = Position(0), key = position < 0 ? 0 : LocalKey(position, params_.seqs.cp_size);
-    const int64_t block = blocks_.count[0] + key / kDecodeKeys - blocks_.first[kOwnRun];
-    return block < end;
+    return static_cast<int>(blocks_.count[0] + key / kDecodeKeys - blocks_.first[kOwnRun]);
   }
 
   // layer: the sequence's. s_row: kDim floats of the warp's own. turns: of the pairs of the only token, or null. The
@@ -61,21 +61,17 @@ class NewRows {
   }
 
  private:
-  using E = typename Traits::E;
   static constexpr int kDim = Traits::kDim;
-  static_assert(kDim <= kWarp * kChunk, "a lane has one chunk of a row");
-
   struct Row {
     int slot = -1;  // of the page; -1: there is nothing to store
     // As they were loaded: looking at them would wait for them.
     int32_t page = 0;
-    uint4 source = {};  // the lane's chunk
+    WarpRow<kDim> source;
   };
 
   // Items: K and V of the sequence's first token, of its second, ... The first warps are busy with the query.
   __device__ int Items() const { return params_.append.key != nullptr ? 2 * static_cast<int>(view_.q_len) : 0; }
   __device__ static int FirstItem() { return (threadIdx.x / kWarp + kWarps / 2) % kWarps; }
-  __device__ static int Column() { return threadIdx.x % kWarp * kChunk; }
 
   // Of token i, from the sequence's own first one.
   __device__ int64_t Position(int i) const {
@@ -107,32 +103,23 @@ class NewRows {
     if (block < first_block_ || block >= end_block_) return found;
     const WriteColumn to = ColumnOf(position);
     if (to.column == kUnmapped) return found;
-    if (Column() < kDim) {
-      const void* source = item % 2 == 0 ? append.key : append.value;
-      const int64_t source_row = (view_.first_token + i) * params_.cache.num_kv_heads + head_;
-      found.source = static_cast<const uint4*>(source)[(source_row * kDim + Column()) / kChunk];
-    }
+    found.source = WarpRow<kDim>::Load(item % 2 == 0 ? append.key : append.value,
+                                       (view_.first_token + i) * params_.cache.num_kv_heads + head_);
     found.page = params_.seqs.page_table[int64_t{b_} * params_.seqs.max_pages + to.column];
     found.slot = static_cast<int>(to.slot);
     return found;
   }
 
   __device__ void Store(int item, const Row& row, int32_t layer, float* s_row, const SinCos* turns) const {
-    static_assert(sizeof(Chunk<E>) == sizeof(uint4));
     const AppendParams& append = params_.append;
     const int64_t page = PageOf(params_.cache, layer, row.page);
     if (page == kUnmapped) return;
-    const bool is_key = item % 2 == 0;
     const int i = item / 2;
-    if (Column() < kDim) {
-      append::PutChunk(append, append::SideOf(append, is_key), head_, Column(),
-                       reinterpret_cast<const Chunk<E>&>(row.source), s_row);
-    }
     const auto turn = [&](int j) {
       return turns != nullptr ? turns[j] : AnyTurn(append.rope, b_, j, view_.first_token + i, view_.position + i);
     };
     const int64_t to = CacheRow(params_.cache, page, head_, row.slot);
-    append::FinishRow<Traits, kDim>(append, is_key, to, layer, head_, turn, s_row);
+    append::StoreWarpRow<Traits, kDim>(append, item % 2 == 0, to, layer, head_, row.source, turn, s_row);
   }
 
   const PagedAttentionParams& params_;
