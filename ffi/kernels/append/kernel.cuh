@@ -22,7 +22,7 @@ namespace turboattn::append {
 
 // Two where elements are encoded: what is done once a lane, the row's scale above all, costs as much as its elements.
 template <class Traits, int kWidth>
-constexpr int kLaneChunks = Traits::kIsQuantised ? AP_M : 1;
+constexpr int kLaneChunks = Traits::kIsQuantised || AP_ASYNC ? AP_M : 1;
 template <int kWidth>
 constexpr int kHalfChunks = kWidth / (2 * kChunk);
 template <class Traits, int kWidth>
@@ -78,6 +78,38 @@ __device__ inline uint4 LoadOnce(const uint4* from) {
   return *from;
 #endif
 }
+
+#if AP_ASYNC
+// Where a lane's part of a row waits: its chunks in shared memory, those of all threads of a chunk beside each other.
+template <class Traits, int kWidth>
+struct RowSlot {
+  static constexpr int kChunks = 2 * kLaneChunks<Traits, kWidth>;
+  uint4* chunks;  // + blockDim.x each
+
+  __device__ void Fetch(const void* source, int64_t chunk, bool valid) const {
+    if (valid) {
+      const uint4* from = static_cast<const uint4*>(source) + chunk;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        const uint4* at = from + c / (kChunks / 2) * kHalfChunks<kWidth> + c % (kChunks / 2) * kRowLanes<Traits, kWidth>;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                         static_cast<uint32_t>(__cvta_generic_to_shared(chunks + c * blockDim.x))),
+                     "l"(at)
+                     : "memory");
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  template <int kPending>
+  __device__ LaneRow<Traits, kWidth> Take() const {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+    LaneRow<Traits, kWidth> row;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) row.half[c / (kChunks / 2)][c % (kChunks / 2)] = chunks[c * blockDim.x];
+    return row;
+  }
+};
+#endif
 
 // chunk: the index of the lane's first chunk.
 template <class Traits, int kWidth>
@@ -224,11 +256,19 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, kMinBlocks)
   // The first rows are on their way while the block finds out where they go.
   unsigned r = threadIdx.x / kLanes;
   int64_t chunk = (first * heads + r) * (kWidth / kChunk) + threadIdx.x % kLanes;
+#if AP_ASYNC
+  const int turn_chunks = block_tokens * (params.rope.dim / 2) / 2;
+  const RowSlot<Traits, kWidth> key_slot{reinterpret_cast<uint4*>(s_dynamic) + turn_chunks + threadIdx.x};
+  const RowSlot<Traits, kWidth> value_slot{key_slot.chunks + RowSlot<Traits, kWidth>::kChunks * blockDim.x};
+  key_slot.Fetch(params.key, chunk, r < rows);
+  value_slot.Fetch(params.value, chunk, has_value && r < rows);
+#else
   LaneRow<Traits, kWidth> key{}, value{};
   if (r < rows) {
     key = LoadLaneRow<Traits, kWidth>(params.key, chunk);
     if (has_value) value = LoadLaneRow<Traits, kWidth>(params.value, chunk);
   }
+#endif
   PlaceTokens(params, params.rope.dim != 0 ? kPairs : 0, first, count, s_owner, s_place, s_turns,
               ChunkTurns<kWidth>{params.rope.interleaved});
 
@@ -247,12 +287,21 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, kMinBlocks)
     const SinCos* turns = s_turns + token * kPairs;
     r += step;
     chunk += step * (kWidth / kChunk);
+#if AP_ASYNC
+    const auto key = key_slot.template Take<1>();
+    key_slot.Fetch(params.key, chunk, r < rows);
+    StoreLaneRow<Traits, kWidth, true>(params, key, row, head, layer, written, turns);
+    const auto value = value_slot.template Take<1>();
+    value_slot.Fetch(params.value, chunk, has_value && r < rows);
+    if (has_value) StoreLaneRow<Traits, kWidth, false>(params, value, row, head, layer, written, turns);
+#else
     StoreLaneRow<Traits, kWidth, true>(params, key, row, head, layer, written, turns);
     if (r < rows) key = LoadLaneRow<Traits, kWidth>(params.key, chunk);
     if (has_value) {
       StoreLaneRow<Traits, kWidth, false>(params, value, row, head, layer, written, turns);
       if (r < rows) value = LoadLaneRow<Traits, kWidth>(params.value, chunk);
     }
+#endif
     t += step_tokens;
     head += step_heads;
     if (head >= heads) {

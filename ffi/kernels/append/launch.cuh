@@ -31,11 +31,19 @@ int RegisterBlockTokens(const AppendParams& params) {
 template <class Traits, int kWidth>
 cudaError_t LaunchRegisters(const AppendParams& params, int block_tokens, cudaStream_t stream) {
   constexpr int kLanes = kRowLanes<Traits, kWidth>;
+#if AP_ASYNC
+  block_tokens = std::min<int>(block_tokens, (47 * 1024 - kMaxWarps * kWarp * 64 * kLaneChunks<Traits, kWidth>) / (kWidth * 4));
+#endif
   const int64_t lanes = std::min(block_tokens * params.cache.num_kv_heads, kPassRows<Traits, kWidth>) * kLanes;
   const auto threads = static_cast<unsigned>((lanes + kWarp - 1) / kWarp * kWarp);
   const auto blocks = static_cast<unsigned>((params.seqs.num_tokens + block_tokens - 1) / block_tokens);
   const int64_t turn_bytes = block_tokens * (params.rope.dim / 2) * static_cast<int64_t>(sizeof(SinCos));
-  AppendKernel<Traits, kWidth><<<blocks, threads, turn_bytes, stream>>>(params, block_tokens);
+#if AP_ASYNC
+  const int64_t stage_bytes = threads * 64 * kLaneChunks<Traits, kWidth>;
+#else
+  const int64_t stage_bytes = 0;
+#endif
+  AppendKernel<Traits, kWidth><<<blocks, threads, turn_bytes + stage_bytes, stream>>>(params, block_tokens);
   return cudaGetLastError();
 }
 

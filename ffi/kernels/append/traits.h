@@ -12,6 +12,7 @@ namespace turboattn::append {
 #define AP_MIN 4
 #define AP_M 1
 #define AP_HINT 0
+#define AP_ASYNC 0
 #endif
 constexpr int kMaxWarps = AP_WARPS;       // a block
 constexpr int kMinBlocks = AP_MIN;      // an SM: 64 registers a thread, and loads enough in flight

@@ -84,40 +84,50 @@ class RowEncoder {
       : power_(row.scale < 0x1p-64f ? 0x1p64f : row.scale > 0x1p64f ? 0x1p-64f : 1.f),
         zero_(MulRn(row.zero, power_)),
         inverse_(MulRn(row.scale, power_)) {
-    constexpr uint32_t kMaxCode = (1 << kBits) - 1;
     // Without a usable scale (0, Inf, NaN) every code is 0.
-    limits_ = row.scale > 0.f && IsFinite(row.scale) ? kMaxCode << 16 | kMaxCode : 0;
+    mask_ = row.scale > 0.f && IsFinite(row.scale) ? ~0u : 0u;
   }
 
   // Two codes, a half each.
   __device__ uint32_t CodePair(float low, float high) const {
-    return __vminu2(__byte_perm(Code(low), Code(high), 0x5410), limits_);
+    constexpr uint32_t kMaxCode = (1 << kBits) - 1;
+    return (min(Code(low), kMaxCode) + (min(Code(high), kMaxCode) << 16)) & mask_;
   }
 
   // Eight, in the order of the cache.
   __device__ std::conditional_t<kBits == 4, uint32_t, uint2> Chunk(const float (&x)[kChunk]) const {
-    uint32_t pairs[kChunk / 2];
+    uint32_t c[kChunk];
 #pragma unroll
-    for (int i = 0; i < kChunk / 2; ++i) pairs[i] = CodePair(x[2 * i], x[2 * i + 1]);
+    for (int e = 0; e < kChunk; ++e) c[e] = Code(x[e]);
     if constexpr (kBits == 4) {
-      // The order of Int4Shift: even elements in the low half, odd ones in the high half.
-      return pairs[0] + (pairs[1] << 4) + (pairs[2] << 8) + (pairs[3] << 12);
+      return Put(c[2], c[0], Put(c[6], c[4], Put(c[3], c[1], Put(c[7], c[5], 0)))) & mask_;  // see Int4Shift
     } else {
-      return {__byte_perm(pairs[0], pairs[1], 0x6420), __byte_perm(pairs[2], pairs[3], 0x6420)};
+      return {Put(c[1], c[0], Put(c[3], c[2], 0)) & mask_, Put(c[5], c[4], Put(c[7], c[6], 0)) & mask_};
     }
   }
 
  private:
-  // The code in the low half, for a usable scale, and not yet limited: the largest may exceed the last code, as the
-  // scale is rounded. None is below 0: no element is less than zero, the row's minimum.
+  // Two codes below those that are there, limited: the largest may exceed the last code, as the scale is rounded.
+  static __device__ uint32_t Put(uint32_t high, uint32_t low, uint32_t codes) {
+    uint32_t all;
+    if constexpr (kBits == 4) {
+      asm("cvt.pack.sat.u4.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(high), "r"(low), "r"(codes));
+    } else {
+      asm("cvt.pack.sat.u8.s32.b32 %0, %1, %2, %3;" : "=r"(all) : "r"(high), "r"(low), "r"(codes));
+    }
+    return all;
+  }
+
+  // For a usable scale, and not yet limited. It is not below 0: no element is less than zero, the row's minimum.
   __device__ uint32_t Code(float x) const {
     const float a = fmaf(x, power_, -zero_);  // the product is exact: one rounding, that of x - zero
-    return FloatToBits(AddRn(inverse_.Times(a), 0x1p23f));  // as in EncodeCode
+    // The bits of a subnormal float are a number: this rounds half to even.
+    return FloatToBits(MulRn(inverse_.Times(a), 0x1p-149f));
   }
 
   float power_, zero_;
   Reciprocal inverse_;
-  uint32_t limits_;
+  uint32_t mask_;
 };
 
 // Codes of EncodeFp8, without its division where neither scale nor elements are extreme.
