@@ -88,11 +88,8 @@ class RowEncoder {
     mask_ = row.scale > 0.f && IsFinite(row.scale) ? ~0u : 0u;
   }
 
-  // Two codes, a half each.
-  __device__ uint32_t CodePair(float low, float high) const {
-    constexpr uint32_t kMaxCode = (1 << kBits) - 1;
-    return (min(Code(low), kMaxCode) + (min(Code(high), kMaxCode) << 16)) & mask_;
-  }
+  // Two codes of kBits each, beside each other.
+  __device__ uint32_t Pair(float low, float high) const { return Put(Code(high), Code(low), 0) & mask_; }
 
   // Eight, in the order of the cache.
   __device__ std::conditional_t<kBits == 4, uint32_t, uint2> Chunk(const float (&x)[kChunk]) const {
@@ -107,7 +104,8 @@ class RowEncoder {
   }
 
  private:
-  // Two codes below those that are there, limited: the largest may exceed the last code, as the scale is rounded.
+  // Two codes below those that are there, limited: the largest may exceed the last code, as the scale is rounded, and
+  // that of -0 is -0.
   static __device__ uint32_t Put(uint32_t high, uint32_t low, uint32_t codes) {
     uint32_t all;
     if constexpr (kBits == 4) {
@@ -118,7 +116,7 @@ class RowEncoder {
     return all;
   }
 
-  // For a usable scale, and not yet limited. It is not below 0: no element is less than zero, the row's minimum.
+  // Of a row with a usable scale, not yet limited.
   __device__ uint32_t Code(float x) const {
     const float a = fmaf(x, power_, -zero_);  // the product is exact: one rounding, that of x - zero
     // The bits of a subnormal float are a number: this rounds half to even.
@@ -397,8 +395,8 @@ __device__ inline void StoreWarpRow(const AppendParams& params, bool is_key, int
     if constexpr (kHasRowParams<kKv>) {
       const RowEncoder<Traits::kBits> encoder(scale);
       encode([&](float low, float high) {
-        const uint32_t pair = encoder.CodePair(low, high);
-        return Traits::kBits == 8 ? __byte_perm(pair, 0, 0x4420) : pair;
+        const uint32_t pair = encoder.Pair(low, high);
+        return Traits::kBits == 8 ? pair : (pair | pair << 12) & 0xf000fu;
       });
     } else {
       const Fp8Encoder encoder(fp8_scale);
