@@ -13,37 +13,30 @@ namespace turboattn::append {
 // Tokens of a block: about `rows` rows where there are many tokens, fewer where the card would not be filled, at most
 // `limit`.
 inline int BlockTokens(const AppendParams& params, int64_t token_rows, int64_t rows, int64_t limit) {
-  constexpr int64_t kFewBlocks = 512;  // four on each of 128 SMs
+  constexpr int64_t kFewBlocks = 128 * AP_MIN;  // four on each of 128 SMs
   const int64_t filling = (params.seqs.num_tokens + kFewBlocks - 1) / kFewBlocks;
   return static_cast<int>(std::clamp<int64_t>(std::min(rows / token_rows, filling), 1, limit));
 }
 
 // Rows of K, and of V, that a block moves at a time.
-template <class Traits, int kWidth>
-constexpr int64_t kPassRows = kMaxWarps * kWarp / kRowLanes<Traits, kWidth>;
+template <int kWidth>
+constexpr int64_t kPassRows = kMaxWarps * kWarp / kRowLanes<kWidth>;
 
-template <class Traits, int kWidth>
+template <int kWidth>
 int RegisterBlockTokens(const AppendParams& params) {
-  static_assert(kMaxTokens * (kWidth / 2 * sizeof(SinCos)) <= 32 * 1024, "shared memory of a block's turns");
-  return BlockTokens(params, params.cache.num_kv_heads, 16 * kPassRows<Traits, kWidth>, kMaxTokens);
+  return BlockTokens(params, params.cache.num_kv_heads, 16 * kPassRows<kWidth>, kMaxTokens);
 }
 
 template <class Traits, int kWidth>
 cudaError_t LaunchRegisters(const AppendParams& params, int block_tokens, cudaStream_t stream) {
-  constexpr int kLanes = kRowLanes<Traits, kWidth>;
-#if AP_ASYNC
-  block_tokens = std::min<int>(block_tokens, (47 * 1024 - kMaxWarps * kWarp * 64 * kLaneChunks<Traits, kWidth>) / (kWidth * 4));
-#endif
-  const int64_t lanes = std::min(block_tokens * params.cache.num_kv_heads, kPassRows<Traits, kWidth>) * kLanes;
+  // Shared memory without an opt-in ends at 48 KB.
+  constexpr int64_t kRowBytes = RowQueue::kHalves * static_cast<int64_t>(sizeof(uint4));  // of a thread
+  block_tokens = std::min<int>(block_tokens, (47 * 1024 - kMaxWarps * kWarp * kRowBytes) / (kWidth * 4));
+  const int64_t lanes = std::min(block_tokens * params.cache.num_kv_heads, kPassRows<kWidth>) * kRowLanes<kWidth>;
   const auto threads = static_cast<unsigned>((lanes + kWarp - 1) / kWarp * kWarp);
   const auto blocks = static_cast<unsigned>((params.seqs.num_tokens + block_tokens - 1) / block_tokens);
   const int64_t turn_bytes = block_tokens * (params.rope.dim / 2) * static_cast<int64_t>(sizeof(SinCos));
-#if AP_ASYNC
-  const int64_t stage_bytes = threads * 64 * kLaneChunks<Traits, kWidth>;
-#else
-  const int64_t stage_bytes = 0;
-#endif
-  AppendKernel<Traits, kWidth><<<blocks, threads, turn_bytes + stage_bytes, stream>>>(params, block_tokens);
+  AppendKernel<Traits, kWidth><<<blocks, threads, turn_bytes + threads * kRowBytes, stream>>>(params, block_tokens);
   return cudaGetLastError();
 }
 
@@ -88,11 +81,11 @@ cudaError_t Launch(const AppendParams& params, cudaStream_t stream) {
   if (one_width && whole_rope && small) {
     switch (cache.head_dim) {
       case 64:
-        return LaunchRegisters<Traits, 64>(params, RegisterBlockTokens<Traits, 64>(params), stream);
+        return LaunchRegisters<Traits, 64>(params, RegisterBlockTokens<64>(params), stream);
       case 128:
-        return LaunchRegisters<Traits, 128>(params, RegisterBlockTokens<Traits, 128>(params), stream);
+        return LaunchRegisters<Traits, 128>(params, RegisterBlockTokens<128>(params), stream);
       case 256:
-        return LaunchRegisters<Traits, 256>(params, RegisterBlockTokens<Traits, 256>(params), stream);
+        return LaunchRegisters<Traits, 256>(params, RegisterBlockTokens<256>(params), stream);
     }
   }
   return LaunchAny<Traits>(params, token_rows, stream);

@@ -10,10 +10,10 @@ namespace turboattn::append {
 #ifndef AP_WARPS
 #define AP_WARPS 8
 #define AP_MIN 4
-#define AP_M 1
+#define AP_STAGES 1
 #define AP_HINT 0
-#define AP_ASYNC 0
 #endif
+constexpr int kStages = AP_STAGES;
 constexpr int kMaxWarps = AP_WARPS;       // a block
 constexpr int kMinBlocks = AP_MIN;      // an SM: 64 registers a thread, and loads enough in flight
 constexpr int kMaxTokens = 32;     // a block; 16 and 64 were 4 % slower with int8 at 32,768 tokens on an H200

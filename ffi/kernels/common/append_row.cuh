@@ -141,31 +141,38 @@ class Fp8Encoder {
     limit_ = scale > 0x1p-60f && scale < 0x1p60f && (FloatToBits(scale) & kMantissa) != kMantissa ? 0x1p60f : 0.f;
   }
 
-  // Two codes, a byte each. largest: of the elements' magnitudes, or NaN.
-  __device__ uint32_t Pair(float low, float high, float largest) const {
+  // Whether Pair() will do for elements of which this is the largest magnitude, or NaN.
+  __device__ bool IsUsual(float largest) const {
 #if __CUDA_ARCH__ >= 890
-    if (largest < limit_) {
-      uint16_t codes;
-      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(inverse_.Times(high)), "f"(inverse_.Times(low)));
-      return codes;
-    }
+    return largest < limit_;
+#else
+    return false;
 #endif
+  }
+
+  // Two codes, a byte each.
+  __device__ uint32_t Pair(float low, float high) const {
+    uint16_t codes = 0;
+#if __CUDA_ARCH__ >= 890
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(inverse_.Times(high)), "f"(inverse_.Times(low)));
+#endif
+    return codes;
+  }
+  __device__ uint32_t AnyPair(float low, float high) const {
     return EncodeFp8(low, scale_).bits | static_cast<uint32_t>(EncodeFp8(high, scale_).bits) << 8;
   }
 
-  __device__ uint2 Chunk(const float (&x)[kChunk], float largest) const {
-#if __CUDA_ARCH__ >= 890
-    if (largest < limit_) return ChunkOf([&](int i) { return Pair(x[2 * i], x[2 * i + 1], 0.f); });
-#endif
-    return ChunkOf([&](int i) { return Pair(x[2 * i], x[2 * i + 1], Infinity()); });
+  __device__ uint2 Chunk(const float (&x)[kChunk]) const {
+    return {Pair(x[0], x[1]) | Pair(x[2], x[3]) << 16, Pair(x[4], x[5]) | Pair(x[6], x[7]) << 16};
+  }
+  __device__ uint2 AnyChunk(const float (&x)[kChunk]) const {
+    uint32_t words[2] = {};
+#pragma unroll
+    for (int e = 0; e < kChunk; e += 2) words[e / 4] |= AnyPair(x[e], x[e + 1]) << e % 4 * 8;
+    return {words[0], words[1]};
   }
 
  private:
-  template <class PairOf>
-  static __device__ uint2 ChunkOf(PairOf pair) {
-    return {pair(0) | pair(1) << 16, pair(2) | pair(3) << 16};
-  }
-
   float scale_, limit_;
   Reciprocal inverse_;
 };
@@ -184,7 +191,8 @@ __device__ inline void StoreEncoded(const Side& side, int64_t row, int64_t d, Ro
     float largest = 0.f;
 #pragma unroll
     for (int e = 0; e < kChunk; ++e) largest = fmaxf(largest, fabsf(x[e]));  // passes over NaN, whose code is right
-    static_cast<uint2*>(side.pool)[element / kChunk] = Fp8Encoder(fp8_scale).Chunk(x, largest);
+    const Fp8Encoder encoder(fp8_scale);
+    static_cast<uint2*>(side.pool)[element / kChunk] = encoder.IsUsual(largest) ? encoder.Chunk(x) : encoder.AnyChunk(x);
   } else {
     Chunk<Element<kKv>> chunk;
 #pragma unroll
@@ -400,7 +408,11 @@ __device__ inline void StoreWarpRow(const AppendParams& params, bool is_key, int
       });
     } else {
       const Fp8Encoder encoder(fp8_scale);
-      encode([&](float low, float high) { return encoder.Pair(low, high, largest); });
+      if (encoder.IsUsual(largest)) {
+        encode([&](float low, float high) { return encoder.Pair(low, high); });
+      } else {
+        encode([&](float low, float high) { return encoder.AnyPair(low, high); });
+      }
     }
     if constexpr (kKv == DType::kInt4) {
       // Eight codes a word: of a word's lanes one stores it.
