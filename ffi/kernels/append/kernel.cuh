@@ -217,6 +217,8 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, kMinBlocks)
   const bool has_value = params.value != nullptr;
 
   // The first rows are on their way while the block finds out where they go.
+  const int pairs = params.rope.dim != 0 ? kPairs : 0;
+  const FirstLoads loads(params, pairs);
   RowQueue queue(reinterpret_cast<uint4*>(s_turns + block_tokens * (params.rope.dim / 2)));
   unsigned r = threadIdx.x / kLanes;
   int64_t chunk = (first * heads + r) * (kWidth / kChunk) + threadIdx.x % kLanes;
@@ -227,7 +229,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, kMinBlocks)
     queue.Ask<kWidth>(false, i, params.value, chunk + i * chunk_step, has_value && r + i * step < rows);
   }
   chunk += kStages * chunk_step;
-  PlaceTokens(params, params.rope.dim != 0 ? kPairs : 0, first, count, s_owner, s_place, s_turns,
+  PlaceTokens(params, pairs, first, count, loads, s_owner, s_place, s_turns,
               LaneTurns<kWidth>{params.rope.interleaved});
 
   const unsigned step_tokens = step / heads, step_heads = step % heads;
@@ -271,7 +273,7 @@ inline __host__ __device__ int64_t RowWidth(const AppendParams& params) {
 
 // As AppendKernel, for any D, Dv and RoPE. Dynamic shared memory: the turns, then one float row a warp.
 template <class Traits>
-__global__ void __launch_bounds__(kMaxWarps* kWarp)
+__global__ void __launch_bounds__(kMaxWarps* kWarp, kMinBlocks)
     AppendAnyKernel(const __grid_constant__ AppendParams params, int block_tokens) {
   extern __shared__ float4 s_dynamic[];
   __shared__ unsigned long long s_owner[kMaxAnyTokens];
@@ -282,7 +284,8 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
   const int64_t first = static_cast<int64_t>(blockIdx.x) * block_tokens;
   const int64_t left = params.seqs.num_tokens - first;
   const int count = left < block_tokens ? static_cast<int>(left) : block_tokens;
-  PlaceTokens(params, pairs, first, count, s_owner, s_place, s_turns, [](int j) { return j; });
+  PlaceTokens(params, pairs, first, count, FirstLoads(params, pairs), s_owner, s_place, s_turns,
+              [](int j) { return j; });
 
   const int heads = static_cast<int>(params.cache.num_kv_heads), side_rows = count * heads;
   const int rows = params.value != nullptr ? 2 * side_rows : side_rows;

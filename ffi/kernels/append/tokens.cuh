@@ -40,10 +40,34 @@ class Owner {
   unsigned long long packed_;
 };
 
+// A sequence's claim on rows of the packed arrays, as it was loaded: looking at it would wait for it.
+struct Claim {
+  int32_t lo = 0, hi = 0, kv_len = 0;
+};
+
+__device__ inline Claim LoadClaim(const Sequences& seqs, int64_t b) {
+  if (seqs.q_ranges == nullptr || b >= seqs.batch) return {};
+  return {seqs.q_ranges[2 * b], seqs.q_ranges[2 * b + 1], seqs.kv_lens[b]};
+}
+
+// The column of turns that a thread begins with.
+__device__ inline int FirstColumn(int pairs) { return static_cast<int>(threadIdx.x) % pairs; }
+
+// What a thread asks for before all else. Memory answers in turn: before the rows, which may wait for it.
+struct FirstLoads {
+  Claim claim;             // of sequence threadIdx.x
+  uint64_t rope_step = 0;  // of the first column
+
+  __device__ FirstLoads(const AppendParams& params, int pairs) : claim(LoadClaim(params.seqs, threadIdx.x)) {
+    if (pairs != 0 && params.rope.turns != nullptr) rope_step = RopeStep(params.rope.turns, FirstColumn(pairs));
+  }
+};
+
 // s_owner[t]: the owner of row first + t of the packed arrays. Run by the whole block, and done when it returns. Ranges
 // are not trusted to be sorted, so every one is looked at, once a block, and its length read beside it: what follows
-// waits for one load. A warp takes 32 of them, and then a token a lane.
-__device__ inline void FindOwners(const Sequences& seqs, int64_t first, int count, unsigned long long* s_owner) {
+// waits for one load. A warp takes 32 of them, and then a token a lane. claim: of sequence threadIdx.x.
+__device__ inline void FindOwners(const Sequences& seqs, int64_t first, int count, Claim claim,
+                                  unsigned long long* s_owner) {
   const int t = threadIdx.x;
   if (seqs.q_ranges == nullptr) {
     if (t < count) {
@@ -54,20 +78,14 @@ __device__ inline void FindOwners(const Sequences& seqs, int64_t first, int coun
   } else {
     if (t < count) s_owner[t] = Owner::kNone;
     __syncthreads();
-    const int lane = t % kWarp;
-    for (int64_t b = t; b - lane < seqs.batch; b += blockDim.x) {
-      int lo = 0, hi = 0, kv_len = 0, end = 0;
-      if (b < seqs.batch) {
-        const TokenRange range = QueryRange(seqs, b);
-        kv_len = seqs.kv_lens[b];
-        end = static_cast<int>(range.hi);  // at most num_tokens, which Launch holds to 31 bits
-        lo = static_cast<int>(Clamp(range.lo - first, 0, count));
-        hi = static_cast<int>(Clamp(range.hi - first, 0, count));
-      }
+    const int lane = t % kWarp, tokens = static_cast<int>(seqs.num_tokens), base = static_cast<int>(first);
+    for (int64_t b = t; b - lane < seqs.batch; b += blockDim.x, claim = LoadClaim(seqs, b)) {
+      const int start = min(max(claim.lo, 0), tokens), end = min(max(claim.hi, start), tokens);  // as ClampRange
+      const int lo = max(start - base, 0), hi = min(end - base, count);
       for (uint32_t owners = __ballot_sync(~0u, lo < hi); owners != 0; owners &= owners - 1) {
         const int from = __ffs(owners) - 1;
         const int from_lo = __shfl_sync(~0u, lo, from), from_hi = __shfl_sync(~0u, hi, from);
-        const int from_len = __shfl_sync(~0u, kv_len, from), from_end = __shfl_sync(~0u, end, from);
+        const int from_len = __shfl_sync(~0u, claim.kv_len, from), from_end = __shfl_sync(~0u, end, from);
         if (lane >= from_lo && lane < from_hi) {
           atomicMin(&s_owner[lane],
                     Owner::Pack(b - lane + from, static_cast<int64_t>(from_len) - from_end + first + lane));
@@ -87,7 +105,7 @@ __device__ inline void FillTurns(int pairs, int count, const unsigned long long*
   const bool wide = threads >= pairs;  // then divisions are by `pairs`, which the usual caller knows when compiled
   const int groups = wide ? threads / pairs : 1, group = wide ? thread / pairs : 0;
   if (group >= groups) return;
-  for (int j = wide ? thread % pairs : thread; j < pairs; j += threads) {
+  for (int j = FirstColumn(pairs); j < pairs; j += threads) {
     const auto turn = column_turn(j);
     SinCos* to = s_turns + turn_index(j);
 #pragma unroll kUnroll
@@ -101,11 +119,13 @@ __device__ inline void FillTurns(int pairs, int count, const unsigned long long*
 // All turns of the block's tokens, by the whole block.
 template <class TurnIndex>
 __device__ inline void TurnTokens(const Sequences& seqs, const RopeParams& rope, int pairs, int64_t first, int count,
-                                  const unsigned long long* s_owner, SinCos* s_turns, TurnIndex turn_index) {
+                                  uint64_t first_step, const unsigned long long* s_owner, SinCos* s_turns,
+                                  TurnIndex turn_index) {
   const int64_t origin = FirstPosition(seqs);
   if (rope.turns != nullptr && rope.positions == nullptr) {  // apart, as it is usual and short
     FillTurns<2>(pairs, count, s_owner, s_turns, turn_index, [&](int j) {
-      return [&, step = RopeStep(rope.turns, j)](int, const Owner& owner) {
+      const uint64_t step = j == FirstColumn(pairs) ? first_step : RopeStep(rope.turns, j);
+      return [&, step](int, const Owner& owner) {
         return RopeTurn(rope, RopeAngle(step, origin + owner.position()));
       };
     });
@@ -122,10 +142,10 @@ __device__ inline void TurnTokens(const Sequences& seqs, const RopeParams& rope,
 // returns. The pages are on their way while the turns are computed.
 template <class TurnIndex>
 __device__ inline void PlaceTokens(const AppendParams& params, int pairs, int64_t first, int count,
-                                   unsigned long long* s_owner, Place* s_place, SinCos* s_turns,
+                                   const FirstLoads& loads, unsigned long long* s_owner, Place* s_place, SinCos* s_turns,
                                    TurnIndex turn_index) {
   const Sequences& seqs = params.seqs;
-  FindOwners(seqs, first, count, s_owner);
+  FindOwners(seqs, first, count, loads.claim, s_owner);
   const int t = threadIdx.x;
   int layer = -1, page = -1;
   if (t < count) {
@@ -138,7 +158,7 @@ __device__ inline void PlaceTokens(const AppendParams& params, int pairs, int64_
       s_place[t].slot = static_cast<int>(to.slot);
     }
   }
-  if (pairs != 0) TurnTokens(seqs, params.rope, pairs, first, count, s_owner, s_turns, turn_index);
+  if (pairs != 0) TurnTokens(seqs, params.rope, pairs, first, count, loads.rope_step, s_owner, s_turns, turn_index);
   if (t < count) {
     s_place[t].page = PageOf(params.cache, layer, page);
     s_place[t].layer = layer;

@@ -109,6 +109,8 @@ __device__ inline RowScale PairsRowScale(const uint32_t (&pairs)[kPairs]) {
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) both = MinPair<E>(both, __shfl_xor_sync(~0u, both, step));
   const float least = Low<E>(both), largest = -High<E>(both);
+  const RowScale row = MakeRowScale<E, kBits>(least, largest, true);
+  if (row.scale > 0.f && row.scale < Infinity()) return row;  // then all is finite
   return MakeRowScale<E, kBits>(least, largest, IsFinite(least) && IsFinite(largest));
 }
 

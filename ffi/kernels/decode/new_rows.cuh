@@ -24,6 +24,31 @@ __device__ __noinline__ inline SinCos AnyTurn(const RopeParams& rope, int b, int
   return RopeSinCos(rope, b, j, token, position);
 }
 
+// Where a row goes: the block of the list that stores it, the column of the page table (-1: it is not to be stored) and
+// the slot of the page.
+struct NewRowPlace {
+  int block;
+  int column;
+  int slot;
+};
+
+// Of the token at position >= 0 from the sequence's own first one. Not inline, nor is the next: they are long, and plain
+// calls go without them.
+__device__ __noinline__ inline NewRowPlace PlaceAny(const PagedAttentionParams& params,
+                                                    const BlockList<kDecodeKeys>& blocks, int b, int64_t position) {
+  const Sequences& seqs = params.seqs;
+  const WriteColumn to = FindWriteColumn(params.cache, seqs, params.append.read_only_pages, b, position);
+  return {static_cast<int>(StoringBlock(blocks, LocalKey(position, seqs.cp_size))),
+          to.column == kUnmapped ? -1 : static_cast<int>(to.column), static_cast<int>(to.slot)};
+}
+
+// The block of the list that has the key of the token at `position`, or would have it.
+__device__ __noinline__ inline int BlockOfAny(const PagedAttentionParams& params,
+                                              const BlockList<kDecodeKeys>& blocks, int64_t position) {
+  const int64_t key = position < 0 ? 0 : LocalKey(position, params.seqs.cp_size);
+  return static_cast<int>(blocks.count[0] + key / kDecodeKeys - blocks.first[kOwnRun]);
+}
+
 // The new rows of one part, which takes in blocks first_block .. end_block - 1: for each of its tokens a row of K and
 // one of V, each moved by one warp. Made before the query is loaded, so that all loads are on their way together.
 template <class Traits>
@@ -44,8 +69,8 @@ class NewRows {
   // The first block of the list that may have a new row among its keys.
   __device__ int FirstBlock() const {
     if (params_.append.key == nullptr) return INT_MAX;
-    const int64_t position = Position(0), key = position < 0 ? 0 : LocalKey(position, params_.seqs.cp_size);
-    return static_cast<int>(blocks_.count[0] + key / kDecodeKeys - blocks_.first[kOwnRun]);
+    if (!facts_.plain) return BlockOfAny(params_, blocks_, Position(0));
+    return max(static_cast<int>(view_.position), 0) / kDecodeKeys;
   }
 
   // layer: the sequence's. s_row: kDim floats of the warp's own. turns: of the pairs of the only token, or null. The
@@ -78,18 +103,14 @@ class NewRows {
     return view_.position + i - (facts_.plain ? 0 : FirstPosition(params_.seqs));
   }
 
-  // Which block stores position >= 0, and where: as StoringBlock and FindWriteColumn have it. Plain: an int32 holds it.
-  __device__ int BlockOf(int64_t position) const {
-    if (!facts_.plain) return static_cast<int>(StoringBlock(blocks_, LocalKey(position, params_.seqs.cp_size)));
-    const int block = static_cast<int>(position) / kDecodeKeys, last = blocks_.total() - 1;
-    return last < 0 ? 0 : block < last ? block : last;
-  }
-  __device__ WriteColumn ColumnOf(int64_t position) const {
+  // As PlaceAny. Plain: an int32 holds the position.
+  __device__ NewRowPlace PlaceOf(int64_t position) const {
+    if (!facts_.plain) return PlaceAny(params_, blocks_, b_, position);
     const int32_t* read_only_pages = params_.append.read_only_pages;
-    if (!facts_.plain) return FindWriteColumn(params_.cache, params_.seqs, read_only_pages, b_, position);
     const int key = static_cast<int>(position), column = key >> facts_.page_shift;
-    if (key >= facts_.max_keys || (read_only_pages != nullptr && column < read_only_pages[b_])) return {kUnmapped, 0};
-    return {column, key & ((1 << facts_.page_shift) - 1)};
+    const bool dropped = key >= facts_.max_keys || (read_only_pages != nullptr && column < read_only_pages[b_]);
+    return {max(min(key / kDecodeKeys, blocks_.total() - 1), 0), dropped ? -1 : column,
+            key & ((1 << facts_.page_shift) - 1)};
   }
 
   __device__ Row Load(int item) const {
@@ -99,14 +120,12 @@ class NewRows {
     const int i = item / 2;
     const int64_t position = Position(i);
     if (position < 0) return found;
-    const int block = BlockOf(position);
-    if (block < first_block_ || block >= end_block_) return found;
-    const WriteColumn to = ColumnOf(position);
-    if (to.column == kUnmapped) return found;
+    const NewRowPlace to = PlaceOf(position);
+    if (to.block < first_block_ || to.block >= end_block_ || to.column < 0) return found;
     found.source = WarpRow<kDim>::Load(item % 2 == 0 ? append.key : append.value,
                                        (view_.first_token + i) * params_.cache.num_kv_heads + head_);
     found.page = params_.seqs.page_table[int64_t{b_} * params_.seqs.max_pages + to.column];
-    found.slot = static_cast<int>(to.slot);
+    found.slot = to.slot;
     return found;
   }
 
