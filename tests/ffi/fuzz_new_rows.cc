@@ -223,8 +223,7 @@ void FuzzStep(Random& random) {
               const auto found = append::g_stored.find({CacheRow(cache, to.page, head, to.slot), is_key});
               const uint16_t mark = Mark(view.first_token + t, heads, head, is_key);
               Check(found != append::g_stored.end() && found->second.count(mark) == 1, "a part reads before it stores");
-              Check(new_rows.FirstBlock() <= block,
-                    "a block with a new key is loaded before that is stored");
+              Check(new_rows.FirstBlock() <= block, "a block with a new key is loaded before that is stored");
               const SinCos turn = RopeSinCos(append.rope, b, 0, view.first_token + t, FirstPosition(seqs) + position);
               Check(append::g_turned[mark] == turn.cos, "a row is turned by another angle");
             }

@@ -65,7 +65,7 @@ struct LaneRow {
 // take no registers. Those of all threads lie beside each other, half by half.
 class RowQueue {
  public:
-  static constexpr int kHalves = 2 * 2 * kStages;  // of K and V
+  static constexpr int64_t kThreadBytes = kStages * 2 * static_cast<int64_t>(sizeof(LaneRow));  // K and V
 
   __device__ explicit RowQueue(uint4* s_rows) : s_rows_(s_rows + threadIdx.x) {}
 
@@ -115,20 +115,11 @@ __device__ inline void UnpackChunk(const uint32_t* pairs, float (&x)[kChunk]) {
   }
 }
 
-template <class T>
-__device__ inline void StoreOnce(T* to, T x) {
-#if AP_HINT
-  __stcs(to, x);
-#else
-  *to = x;
-#endif
-}
-
 // Row `row` of the pool, kv head `head`. Run by whole warps; rows that are not `written` only take part in the exchange
 // of values. turns: of the row's token.
 template <class Traits, int kWidth, bool kIsKey>
-__device__ inline void StoreLaneRow(const AppendParams& params, const LaneRow& loaded, uint32_t row, int head, int layer,
-                                    bool written, const SinCos* turns) {
+__device__ inline void StoreLaneRow(const AppendParams& params, const LaneRow& loaded, uint32_t row, int head,
+                                    int layer, bool written, const SinCos* turns) {
   using E = typename Traits::E;
   constexpr DType kKv = Traits::kKvDType;
   constexpr int kLanes = kRowLanes<kWidth>;
@@ -160,10 +151,11 @@ __device__ inline void StoreLaneRow(const AppendParams& params, const LaneRow& l
   // encode(): of the four pairs of a half.
   const auto store = [&](auto encode) {
     using Codes = decltype(encode(pairs));
-    Codes* to = reinterpret_cast<Codes*>(static_cast<char*>(side.pool) +
-                                         uint64_t{row} * (kWidth / kChunk * sizeof(Codes))) + lane;
-    StoreOnce(&to[0], encode(pairs));
-    StoreOnce(&to[kLanes], encode(pairs + kChunk / 2));
+    Codes* to =
+        reinterpret_cast<Codes*>(static_cast<char*>(side.pool) + uint64_t{row} * (kWidth / kChunk * sizeof(Codes))) +
+        lane;
+    to[0] = encode(pairs);
+    to[kLanes] = encode(pairs + kChunk / 2);
   };
   if constexpr (!Traits::kIsQuantised) {
     NormaliseNans<E>(pairs);

@@ -10,10 +10,12 @@
 
 namespace turboattn::append {
 
+constexpr int64_t kSharedBytes = 47 * 1024;  // beside what is static; without an opt-in it ends at 48 KB
+
 // Tokens of a block: about `rows` rows where there are many tokens, fewer where the card would not be filled, at most
 // `limit`.
 inline int BlockTokens(const AppendParams& params, int64_t token_rows, int64_t rows, int64_t limit) {
-  constexpr int64_t kFewBlocks = 128 * AP_MIN;  // four on each of 128 SMs
+  constexpr int64_t kFewBlocks = 512;  // four on each of 128 SMs
   const int64_t filling = (params.seqs.num_tokens + kFewBlocks - 1) / kFewBlocks;
   return static_cast<int>(std::clamp<int64_t>(std::min(rows / token_rows, filling), 1, limit));
 }
@@ -24,19 +26,20 @@ constexpr int64_t kPassRows = kMaxWarps * kWarp / kRowLanes<kWidth>;
 
 template <int kWidth>
 int RegisterBlockTokens(const AppendParams& params) {
-  return BlockTokens(params, params.cache.num_kv_heads, 16 * kPassRows<kWidth>, kMaxTokens);
+  constexpr int64_t kTurnBytes = kWidth / 2 * static_cast<int64_t>(sizeof(SinCos));
+  constexpr int64_t kFitting = (kSharedBytes - kMaxWarps * kWarp * RowQueue::kThreadBytes) / kTurnBytes;
+  return BlockTokens(params, params.cache.num_kv_heads, 16 * kPassRows<kWidth>,
+                     std::min<int64_t>(kMaxTokens, kFitting));
 }
 
 template <class Traits, int kWidth>
 cudaError_t LaunchRegisters(const AppendParams& params, int block_tokens, cudaStream_t stream) {
-  // Shared memory without an opt-in ends at 48 KB.
-  constexpr int64_t kRowBytes = RowQueue::kHalves * static_cast<int64_t>(sizeof(uint4));  // of a thread
-  block_tokens = std::min<int>(block_tokens, (47 * 1024 - kMaxWarps * kWarp * kRowBytes) / (kWidth * 4));
   const int64_t lanes = std::min(block_tokens * params.cache.num_kv_heads, kPassRows<kWidth>) * kRowLanes<kWidth>;
   const auto threads = static_cast<unsigned>((lanes + kWarp - 1) / kWarp * kWarp);
   const auto blocks = static_cast<unsigned>((params.seqs.num_tokens + block_tokens - 1) / block_tokens);
   const int64_t turn_bytes = block_tokens * (params.rope.dim / 2) * static_cast<int64_t>(sizeof(SinCos));
-  AppendKernel<Traits, kWidth><<<blocks, threads, turn_bytes + threads * kRowBytes, stream>>>(params, block_tokens);
+  const int64_t shared_bytes = turn_bytes + threads * RowQueue::kThreadBytes;
+  AppendKernel<Traits, kWidth><<<blocks, threads, shared_bytes, stream>>>(params, block_tokens);
   return cudaGetLastError();
 }
 
@@ -44,9 +47,8 @@ template <class Traits>
 cudaError_t LaunchAny(const AppendParams& params, int64_t token_rows, cudaStream_t stream) {
   const int64_t row_bytes = RowWidth(params) * static_cast<int64_t>(sizeof(float));
   const int64_t token_bytes = params.rope.dim / 2 * static_cast<int64_t>(sizeof(SinCos));
-  // Shared memory without an opt-in ends at 48 KB. At most 8 KB of turns, unless one token has more, leave room for 8
-  // warps' rows up to D = 1,200; wider rows get fewer warps, never a failure below D = 5,800.
-  constexpr int64_t kSharedBytes = 47 * 1024;
+  // At most 8 KB of turns, unless one token has more, leave room for 8 warps' rows up to D = 1,200; wider rows get
+  // fewer warps, never a failure below D = 5,800.
   constexpr int64_t kTurnBytes = 8 * 1024;
   const int64_t token_limit =
       token_bytes == 0 ? kMaxAnyTokens : std::clamp<int64_t>(kTurnBytes / token_bytes, 1, kMaxAnyTokens);
@@ -77,7 +79,9 @@ cudaError_t Launch(const AppendParams& params, cudaStream_t stream) {
   const bool one_width = !has_value || cache.value_dim == cache.head_dim;
   const bool whole_rope = params.rope.dim == 0 || params.rope.dim == cache.head_dim;
   // AppendKernel counts rows of the pool in 32 bits.
-  const bool small = static_cast<double>(cache.num_layers) * cache.num_pages * cache.num_kv_heads * cache.page_size <= UINT32_MAX;
+  const double pool_rows = static_cast<double>(cache.num_layers) * static_cast<double>(cache.num_pages) *
+                           static_cast<double>(cache.num_kv_heads) * static_cast<double>(cache.page_size);
+  const bool small = pool_rows <= UINT32_MAX;
   if (one_width && whole_rope && small) {
     switch (cache.head_dim) {
       case 64:

@@ -72,8 +72,8 @@ __device__ inline void FindOwners(const Sequences& seqs, int64_t first, int coun
   if (seqs.q_ranges == nullptr) {
     if (t < count) {
       const int64_t b = Divide(first + t, seqs.uniform_q_len);
-      s_owner[t] = b < seqs.batch ? Owner::Pack(b, seqs.kv_lens[b] - (b + 1) * seqs.uniform_q_len + (first + t))
-                                  : Owner::kNone;
+      s_owner[t] =
+          b < seqs.batch ? Owner::Pack(b, seqs.kv_lens[b] - (b + 1) * seqs.uniform_q_len + (first + t)) : Owner::kNone;
     }
   } else {
     if (t < count) s_owner[t] = Owner::kNone;
@@ -125,9 +125,7 @@ __device__ inline void TurnTokens(const Sequences& seqs, const RopeParams& rope,
   if (rope.turns != nullptr && rope.positions == nullptr) {  // apart, as it is usual and short
     FillTurns<2>(pairs, count, s_owner, s_turns, turn_index, [&](int j) {
       const uint64_t step = j == FirstColumn(pairs) ? first_step : RopeStep(rope.turns, j);
-      return [&, step](int, const Owner& owner) {
-        return RopeTurn(rope, RopeAngle(step, origin + owner.position()));
-      };
+      return [&, step](int, const Owner& owner) { return RopeTurn(rope, RopeAngle(step, origin + owner.position())); };
     });
   } else {
     FillTurns<1>(pairs, count, s_owner, s_turns, turn_index, [&](int j) {
@@ -142,8 +140,8 @@ __device__ inline void TurnTokens(const Sequences& seqs, const RopeParams& rope,
 // returns. The pages are on their way while the turns are computed.
 template <class TurnIndex>
 __device__ inline void PlaceTokens(const AppendParams& params, int pairs, int64_t first, int count,
-                                   const FirstLoads& loads, unsigned long long* s_owner, Place* s_place, SinCos* s_turns,
-                                   TurnIndex turn_index) {
+                                   const FirstLoads& loads, unsigned long long* s_owner, Place* s_place,
+                                   SinCos* s_turns, TurnIndex turn_index) {
   const Sequences& seqs = params.seqs;
   FindOwners(seqs, first, count, loads.claim, s_owner);
   const int t = threadIdx.x;

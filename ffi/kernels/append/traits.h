@@ -7,15 +7,9 @@
 
 namespace turboattn::append {
 
-#ifndef AP_WARPS
-#define AP_WARPS 8
-#define AP_MIN 4
-#define AP_STAGES 1
-#define AP_HINT 0
-#endif
-constexpr int kStages = AP_STAGES;
-constexpr int kMaxWarps = AP_WARPS;       // a block
-constexpr int kMinBlocks = AP_MIN;      // an SM: 64 registers a thread, and loads enough in flight
+constexpr int kMaxWarps = 8;       // a block
+constexpr int kMinBlocks = 4;      // an SM: 64 registers a thread, and loads enough in flight
+constexpr int kStages = 1;         // rows of K, and of V, that a thread has asked for
 constexpr int kMaxTokens = 32;     // a block; 16 and 64 were 4 % slower with int8 at 32,768 tokens on an H200
 constexpr int kMaxAnyTokens = 16;  // of AppendAnyKernel
 

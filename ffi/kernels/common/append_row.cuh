@@ -81,7 +81,9 @@ class RowEncoder {
   __device__ explicit RowEncoder(RowScale row)
       // Extreme rows are scaled. A row with small steps is small itself, nothing overflows; with large steps, what is
       // lost of small elements is nothing to their codes.
-      : power_(row.scale < 0x1p-64f ? 0x1p64f : row.scale > 0x1p64f ? 0x1p-64f : 1.f),
+      : power_(row.scale < 0x1p-64f  ? 0x1p64f
+               : row.scale > 0x1p64f ? 0x1p-64f
+                                     : 1.f),
         zero_(MulRn(row.zero, power_)),
         inverse_(MulRn(row.scale, power_)) {
     // Without a usable scale (0, Inf, NaN) every code is 0.
@@ -192,7 +194,8 @@ __device__ inline void StoreEncoded(const Side& side, int64_t row, int64_t d, Ro
 #pragma unroll
     for (int e = 0; e < kChunk; ++e) largest = fmaxf(largest, fabsf(x[e]));  // passes over NaN, whose code is right
     const Fp8Encoder encoder(fp8_scale);
-    static_cast<uint2*>(side.pool)[element / kChunk] = encoder.IsUsual(largest) ? encoder.Chunk(x) : encoder.AnyChunk(x);
+    static_cast<uint2*>(side.pool)[element / kChunk] =
+        encoder.IsUsual(largest) ? encoder.Chunk(x) : encoder.AnyChunk(x);
   } else {
     Chunk<Element<kKv>> chunk;
 #pragma unroll

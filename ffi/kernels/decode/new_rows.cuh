@@ -32,8 +32,8 @@ struct NewRowPlace {
   int slot;
 };
 
-// Of the token at position >= 0 from the sequence's own first one. Not inline, nor is the next: they are long, and plain
-// calls go without them.
+// Of the token at position >= 0 from the sequence's own first one. Not inline, nor is the next: they are long, and
+// plain calls go without them.
 __device__ __noinline__ inline NewRowPlace PlaceAny(const PagedAttentionParams& params,
                                                     const BlockList<kDecodeKeys>& blocks, int b, int64_t position) {
   const Sequences& seqs = params.seqs;
@@ -43,8 +43,8 @@ __device__ __noinline__ inline NewRowPlace PlaceAny(const PagedAttentionParams& 
 }
 
 // The block of the list that has the key of the token at `position`, or would have it.
-__device__ __noinline__ inline int BlockOfAny(const PagedAttentionParams& params,
-                                              const BlockList<kDecodeKeys>& blocks, int64_t position) {
+__device__ __noinline__ inline int BlockOfAny(const PagedAttentionParams& params, const BlockList<kDecodeKeys>& blocks,
+                                              int64_t position) {
   const int64_t key = position < 0 ? 0 : LocalKey(position, params.seqs.cp_size);
   return static_cast<int>(blocks.count[0] + key / kDecodeKeys - blocks.first[kOwnRun]);
 }
