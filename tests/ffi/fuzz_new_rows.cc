@@ -26,6 +26,8 @@
 struct {
   unsigned x;
 } threadIdx;
+using std::max;
+using std::min;
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
 #include "kernels/common/chunk.cuh"

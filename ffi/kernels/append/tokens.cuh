@@ -78,6 +78,7 @@ __device__ inline void FindOwners(const Sequences& seqs, int64_t first, int coun
   } else {
     if (t < count) s_owner[t] = Owner::kNone;
     __syncthreads();
+    static_assert(kMaxTokens <= kWarp && kMaxAnyTokens <= kWarp);
     const int lane = t % kWarp, tokens = static_cast<int>(seqs.num_tokens), base = static_cast<int>(first);
     for (int64_t b = t; b - lane < seqs.batch; b += blockDim.x, claim = LoadClaim(seqs, b)) {
       const int start = min(max(claim.lo, 0), tokens), end = min(max(claim.hi, start), tokens);  // as ClampRange
