@@ -2,7 +2,7 @@
 // to append_kv's rule, for index arrays that hold anything and units that are cut anywhere:
 //   whole    every row that append_kv writes is written, from its own token and turned as far, and no other;
 //   order    a part that reads a new key has stored it itself, knows that it has to before it loads the key's block
-//            (Touch), and no other part of the unit has stored it;
+//            (FirstBlock), and no other part of the unit has stored it;
 //   memory   every array is its own heap block, so a sanitizer build sees any access outside.
 // usage: fuzz_new_rows COUNT [SEED]. Exit status 1 and a line on stderr at the first failure.
 #include <algorithm>
@@ -26,9 +26,8 @@
 struct {
   unsigned x;
 } threadIdx;
-struct alignas(16) uint4 {
-  unsigned x, y, z, w;
-};
+using std::max;
+using std::min;
 inline int __ffs(int x) { return __builtin_ffs(x); }
 
 #include "kernels/common/chunk.cuh"
@@ -37,26 +36,22 @@ inline int __ffs(int x) { return __builtin_ffs(x); }
 
 namespace turboattn::append {
 
-struct Side {
-  bool is_key;
-};
-inline Side SideOf(const AppendParams&, bool is_key) { return {is_key}; }
-
 // (row of the pool, K or V) -> the elements that were stored there, by one thread after the other.
 using Stored = std::map<std::pair<int64_t, bool>, std::set<uint16_t>>;
 Stored g_stored;
 std::map<uint16_t, float> g_turned;  // the cosine with which an element was turned
-uint16_t g_chunk;
-
-template <class E>
-void PutChunk(const AppendParams&, const Side&, int64_t, int64_t, const Chunk<E>& chunk, float*) {
-  std::memcpy(&g_chunk, &chunk, sizeof(g_chunk));
-}
 
 template <class Traits, int kWidth, class Turn>
-void FinishRow(const AppendParams&, bool is_key, int64_t row, int64_t, int64_t, Turn turn, float*) {
-  g_turned[g_chunk] = turn(0).cos;
-  if (threadIdx.x % kWarp * kChunk < Traits::kDim) g_stored[{row, is_key}].insert(g_chunk);
+void StoreWarpRow(const AppendParams&, bool is_key, int64_t row, int64_t, int64_t, const WarpRow<kWidth>& loaded,
+                  Turn turn, float*) {
+  for (const auto& half : loaded.half) {
+    for (const uint32_t pair : half.pairs) {
+      for (const uint32_t element : {pair & 0xffff, pair >> 16}) {
+        g_turned[static_cast<uint16_t>(element)] = turn(0).cos;
+        g_stored[{row, is_key}].insert(static_cast<uint16_t>(element));
+      }
+    }
+  }
 }
 
 }  // namespace turboattn::append
@@ -230,8 +225,7 @@ void FuzzStep(Random& random) {
               const auto found = append::g_stored.find({CacheRow(cache, to.page, head, to.slot), is_key});
               const uint16_t mark = Mark(view.first_token + t, heads, head, is_key);
               Check(found != append::g_stored.end() && found->second.count(mark) == 1, "a part reads before it stores");
-              Check(new_rows.Touch(static_cast<int>(block) + 1),
-                    "a block with a new key is loaded before that is stored");
+              Check(new_rows.FirstBlock() <= block, "a block with a new key is loaded before that is stored");
               const SinCos turn = RopeSinCos(append.rope, b, 0, view.first_token + t, FirstPosition(seqs) + position);
               Check(append::g_turned[mark] == turn.cos, "a row is turned by another angle");
             }

@@ -10,6 +10,7 @@
 #include "kernels/common/append_pairs.cuh"
 #include "kernels/common/append_row.cuh"
 #include "kernels/common/chunk.cuh"
+#include "kernels/common/ptx.cuh"
 #include "kernels/common/rope.h"
 
 namespace turboattn::append {
@@ -60,18 +61,65 @@ struct LaneRow {
   uint4 half[2];
 };
 
-// chunk: the index of the lane's first chunk.
-template <int kWidth>
-__device__ inline LaneRow LoadLaneRow(const void* source, int64_t chunk) {
-  const uint4* chunks = static_cast<const uint4*>(source) + chunk;
-  return {chunks[0], chunks[kRowLanes<kWidth>]};
+// Parts of rows on their way to a thread, which alone reads what it has asked for: through shared memory, so that they
+// take no registers. Those of all threads lie beside each other, half by half.
+class RowQueue {
+ public:
+  static constexpr int64_t kThreadBytes = kStages * 2 * static_cast<int64_t>(sizeof(LaneRow));  // K and V
+
+  __device__ explicit RowQueue(uint4* s_rows) : s_rows_(s_rows + threadIdx.x) {}
+
+  // Row i of the thread of K or V, which takes the place of row i - kStages. chunk: the index of its first chunk.
+  template <int kWidth>
+  __device__ void Ask(bool is_key, unsigned i, const void* source, int64_t chunk, bool exists) {
+    if (exists) {
+      const uint4* from = static_cast<const uint4*>(source) + chunk;
+      uint4* to = Slot(is_key, i);
+      Copy(to, from);
+      Copy(to + blockDim.x, from + kRowLanes<kWidth>);
+    }
+#if __CUDA_ARCH__ >= 800
+    CommitCopies();
+#endif
+  }
+  // Row i, the one that has been asked for longest.
+  __device__ LaneRow Take(bool is_key, unsigned i) const {
+#if __CUDA_ARCH__ >= 800
+    WaitCopies<2 * kStages - 1>();
+#endif
+    const uint4* from = Slot(is_key, i);
+    return {from[0], from[blockDim.x]};
+  }
+
+ private:
+  static __device__ void Copy(uint4* to, const uint4* from) {
+#if __CUDA_ARCH__ >= 800
+    CopyAsync16(SharedAddress(to), from, true);
+#else
+    *to = *from;
+#endif
+  }
+  __device__ uint4* Slot(bool is_key, unsigned i) const {
+    return s_rows_ + (i % kStages * 2 + (is_key ? 0 : 1)) * 2 * blockDim.x;
+  }
+
+  uint4* s_rows_;
+};
+
+template <class E>
+__device__ inline void UnpackChunk(const uint32_t* pairs, float (&x)[kChunk]) {
+#pragma unroll
+  for (int i = 0; i < kChunk / 2; ++i) {
+    x[2 * i] = Low<E>(pairs[i]);
+    x[2 * i + 1] = High<E>(pairs[i]);
+  }
 }
 
 // Row `row` of the pool, kv head `head`. Run by whole warps; rows that are not `written` only take part in the exchange
 // of values. turns: of the row's token.
 template <class Traits, int kWidth, bool kIsKey>
-__device__ inline void StoreLaneRow(const AppendParams& params, const LaneRow& loaded, int64_t row, int head, int layer,
-                                    bool written, const SinCos* turns) {
+__device__ inline void StoreLaneRow(const AppendParams& params, const LaneRow& loaded, uint32_t row, int head,
+                                    int layer, bool written, const SinCos* turns) {
   using E = typename Traits::E;
   constexpr DType kKv = Traits::kKvDType;
   constexpr int kLanes = kRowLanes<kWidth>;
@@ -85,20 +133,14 @@ __device__ inline void StoreLaneRow(const AppendParams& params, const LaneRow& l
 
   uint32_t pairs[kChunk] = {loaded.half[0].x, loaded.half[0].y, loaded.half[0].z, loaded.half[0].w,
                             loaded.half[1].x, loaded.half[1].y, loaded.half[1].z, loaded.half[1].w};
-  float x[2][kChunk];
-  const auto unpack = [&] {
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) {
-      x[i / 4][i % 4 * 2] = Low<E>(pairs[i]);
-      x[i / 4][i % 4 * 2 + 1] = High<E>(pairs[i]);
-    }
-  };
   const bool rotated = kIsKey && params.rope.dim != 0;
   if (rotated || side.bias != nullptr) {
-    unpack();
-    const int64_t bias_element = int64_t{head} * kWidth + lane * kChunk;
+    float x[2][kChunk];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) AddBias<E>(side, params.bias_dtype, bias_element + h * (kWidth / 2), x[h]);
+    for (int h = 0; h < 2; ++h) {
+      UnpackChunk<E>(pairs + h * (kChunk / 2), x[h]);
+      AddBias<E>(side, params.bias_dtype, int64_t{head} * kWidth + h * (kWidth / 2) + lane * kChunk, x[h]);
+    }
     if (rotated) {
       params.rope.interleaved ? RotateLane<kWidth, true>(turns, lane, x) : RotateLane<kWidth, false>(turns, lane, x);
     }
@@ -106,81 +148,104 @@ __device__ inline void StoreLaneRow(const AppendParams& params, const LaneRow& l
     for (int i = 0; i < kChunk; ++i) pairs[i] = RoundPair<E>(x[i / 4][i % 4 * 2], x[i / 4][i % 4 * 2 + 1]);
   }
 
+  // encode(): of the four pairs of a half.
+  const auto store = [&](auto encode) {
+    using Codes = decltype(encode(pairs));
+    Codes* to =
+        reinterpret_cast<Codes*>(static_cast<char*>(side.pool) + uint64_t{row} * (kWidth / kChunk * sizeof(Codes))) +
+        lane;
+    to[0] = encode(pairs);
+    to[kLanes] = encode(pairs + kChunk / 2);
+  };
   if constexpr (!Traits::kIsQuantised) {
     NormaliseNans<E>(pairs);
     if (!written) return;
-    uint4* chunks = static_cast<uint4*>(side.pool) + row * (kWidth / kChunk) + lane;
-    chunks[0] = {pairs[0], pairs[1], pairs[2], pairs[3]};
-    chunks[kLanes] = {pairs[4], pairs[5], pairs[6], pairs[7]};
-  } else {
-    [[maybe_unused]] RowScale scale{};
-    if constexpr (kHasRowParams<kKv>) scale = PairsRowScale<E, Traits::kBits, kLanes>(pairs);
+    store([](const uint32_t* half) { return uint4{half[0], half[1], half[2], half[3]}; });
+  } else if constexpr (kKv == DType::kFloat8E4M3) {
     if (!written) return;
-    if constexpr (kHasRowParams<kKv>) {
-      if (lane == 0) StoreRowScale<E>(side, row, scale);
+    const Fp8Encoder encoder(fp8_scale);
+    const auto unpacked = [&](auto encode) {
+      return [encode](const uint32_t* half) {
+        float x[kChunk];
+        UnpackChunk<E>(half, x);
+        return encode(x);
+      };
+    };
+    if (encoder.IsUsual(LargestMagnitude<E>(pairs))) {
+      store(unpacked([&](const float (&x)[kChunk]) { return encoder.Chunk(x); }));
+    } else {
+      store(unpacked([&](const float (&x)[kChunk]) { return encoder.AnyChunk(x); }));
     }
+  } else {
+    const RowScale scale = PairsRowScale<E, Traits::kBits, kLanes>(pairs);
+    if (!written) return;
+    if (lane == 0) StoreRowScale<E>(side, row, scale);
     const RowEncoder<Traits::kBits> encoder(scale);
-    unpack();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      StoreEncoded<Traits>(side, row, h * (kWidth / 2) + lane * kChunk, encoder, fp8_scale, x[h]);
-    }
+    store([&](const uint32_t* half) {
+      float x[kChunk];
+      UnpackChunk<E>(half, x);
+      return encoder.Chunk(x);
+    });
   }
 }
 
 // Block i takes tokens i * block_tokens and on. D and, where there are values, Dv are kWidth; RoPE turns whole rows or
-// none. A lane moves its part of a (token, head) row of K, then of V, then of the next row; it asks for the next row of
-// either as soon as the one before has been stored. Dynamic shared memory: the turns.
+// none. A lane moves its part of a (token, head) row of K, then of V, then of the next row, having asked for kStages
+// rows of either. Dynamic shared memory: the turns, then the rows.
 template <class Traits, int kWidth>
 __global__ void __launch_bounds__(kMaxWarps* kWarp, kMinBlocks)
     AppendKernel(const __grid_constant__ AppendParams params, int block_tokens) {
   extern __shared__ float4 s_dynamic[];
-  __shared__ int s_owner[kMaxTokens];
+  __shared__ unsigned long long s_owner[kMaxTokens];
   __shared__ Place s_place[kMaxTokens];
   SinCos* s_turns = reinterpret_cast<SinCos*>(s_dynamic);
-  constexpr int kPairs = kWidth / 2;
+  constexpr int kPairs = kWidth / 2, kLanes = kRowLanes<kWidth>;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * block_tokens;
   const int64_t left = params.seqs.num_tokens - first;
   const int count = left < block_tokens ? static_cast<int>(left) : block_tokens;
   const unsigned heads = static_cast<unsigned>(params.cache.num_kv_heads);
-  const unsigned rows = count * heads, step = blockDim.x / kRowLanes<kWidth>;
+  const unsigned rows = count * heads, step = blockDim.x / kLanes;
   const unsigned page_size = static_cast<unsigned>(params.cache.page_size);
   const bool has_value = params.value != nullptr;
 
   // The first rows are on their way while the block finds out where they go.
-  unsigned r = threadIdx.x / kRowLanes<kWidth>;
-  int64_t chunk = (first * heads + r) * (kWidth / kChunk) + threadIdx.x % kRowLanes<kWidth>;
-  LaneRow key{}, value{};
-  if (r < rows) {
-    key = LoadLaneRow<kWidth>(params.key, chunk);
-    if (has_value) value = LoadLaneRow<kWidth>(params.value, chunk);
+  const int pairs = params.rope.dim != 0 ? kPairs : 0;
+  const FirstLoads loads(params, pairs);
+  RowQueue queue(reinterpret_cast<uint4*>(s_turns + block_tokens * (params.rope.dim / 2)));
+  unsigned r = threadIdx.x / kLanes;
+  int64_t chunk = (first * heads + r) * (kWidth / kChunk) + threadIdx.x % kLanes;
+  const unsigned chunk_step = step * (kWidth / kChunk);
+#pragma unroll
+  for (unsigned i = 0; i < kStages; ++i) {
+    queue.Ask<kWidth>(true, i, params.key, chunk + i * chunk_step, r + i * step < rows);
+    queue.Ask<kWidth>(false, i, params.value, chunk + i * chunk_step, has_value && r + i * step < rows);
   }
-  PlaceTokens(params, first, count, s_owner, s_place);
-  if (params.rope.dim != 0) {
-    TurnTokens(params.rope, kPairs, first, count, s_place, s_turns, LaneTurns<kWidth>{params.rope.interleaved});
-  }
+  chunk += kStages * chunk_step;
+  PlaceTokens(params, pairs, first, count, loads, s_owner, s_place, s_turns,
+              LaneTurns<kWidth>{params.rope.interleaved});
 
   const unsigned step_tokens = step / heads, step_heads = step % heads;
   unsigned t = r / heads, head = r % heads;
   // All lanes of a warp stay until its first row is past the end: they exchange values.
-  const unsigned row_in_warp = threadIdx.x % kWarp / kRowLanes<kWidth>;
-  while (r - row_in_warp < rows) {
+  const unsigned row_in_warp = threadIdx.x % kWarp / kLanes;
+  for (unsigned i = 0; r - row_in_warp < rows; ++i) {
     const unsigned token = r < rows ? t : 0;
     const int64_t page = s_place[token].page;
     const int layer = s_place[token].layer;
     const bool written = r < rows && page != kUnmapped;
-    // CacheRow, without products of 64 bits: see Launch.
-    const int64_t row = static_cast<int64_t>(uint64_t{static_cast<unsigned>(page)} * (heads * page_size) +
-                                             (head * page_size + static_cast<unsigned>(s_place[token].slot)));
+    // CacheRow in 32 bits: see Launch.
+    const uint32_t row =
+        (static_cast<uint32_t>(page) * heads + head) * page_size + static_cast<uint32_t>(s_place[token].slot);
     const SinCos* turns = s_turns + token * kPairs;
-    r += step;
-    chunk += step * (kWidth / kChunk);
+    const bool more = r + kStages * step < rows;
+    const LaneRow key = queue.Take(true, i);
+    queue.Ask<kWidth>(true, i, params.key, chunk, more);
     StoreLaneRow<Traits, kWidth, true>(params, key, row, head, layer, written, turns);
-    if (r < rows) key = LoadLaneRow<kWidth>(params.key, chunk);
-    if (has_value) {
-      StoreLaneRow<Traits, kWidth, false>(params, value, row, head, layer, written, turns);
-      if (r < rows) value = LoadLaneRow<kWidth>(params.value, chunk);
-    }
+    const LaneRow value = queue.Take(false, i);
+    queue.Ask<kWidth>(false, i, params.value, chunk, has_value && more);
+    if (has_value) StoreLaneRow<Traits, kWidth, false>(params, value, row, head, layer, written, turns);
+    r += step;
+    chunk += chunk_step;
     t += step_tokens;
     head += step_heads;
     if (head >= heads) {
@@ -200,10 +265,10 @@ inline __host__ __device__ int64_t RowWidth(const AppendParams& params) {
 
 // As AppendKernel, for any D, Dv and RoPE. Dynamic shared memory: the turns, then one float row a warp.
 template <class Traits>
-__global__ void __launch_bounds__(kMaxWarps* kWarp)
+__global__ void __launch_bounds__(kMaxWarps* kWarp, kMinBlocks)
     AppendAnyKernel(const __grid_constant__ AppendParams params, int block_tokens) {
   extern __shared__ float4 s_dynamic[];
-  __shared__ int s_owner[kMaxAnyTokens];
+  __shared__ unsigned long long s_owner[kMaxAnyTokens];
   __shared__ Place s_place[kMaxAnyTokens];
   SinCos* s_turns = reinterpret_cast<SinCos*>(s_dynamic);
   const int pairs = params.rope.dim / 2;
@@ -211,8 +276,8 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
   const int64_t first = static_cast<int64_t>(blockIdx.x) * block_tokens;
   const int64_t left = params.seqs.num_tokens - first;
   const int count = left < block_tokens ? static_cast<int>(left) : block_tokens;
-  PlaceTokens(params, first, count, s_owner, s_place);
-  if (pairs != 0) TurnTokens(params.rope, pairs, first, count, s_place, s_turns, [](int j) { return j; });
+  PlaceTokens(params, pairs, first, count, FirstLoads(params, pairs), s_owner, s_place, s_turns,
+              [](int j) { return j; });
 
   const int heads = static_cast<int>(params.cache.num_kv_heads), side_rows = count * heads;
   const int rows = params.value != nullptr ? 2 * side_rows : side_rows;

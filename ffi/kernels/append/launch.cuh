@@ -10,6 +10,8 @@
 
 namespace turboattn::append {
 
+constexpr int64_t kSharedBytes = 47 * 1024;  // beside what is static; without an opt-in it ends at 48 KB
+
 // Tokens of a block: about `rows` rows where there are many tokens, fewer where the card would not be filled, at most
 // `limit`.
 inline int BlockTokens(const AppendParams& params, int64_t token_rows, int64_t rows, int64_t limit) {
@@ -24,8 +26,10 @@ constexpr int64_t kPassRows = kMaxWarps * kWarp / kRowLanes<kWidth>;
 
 template <int kWidth>
 int RegisterBlockTokens(const AppendParams& params) {
-  static_assert(kMaxTokens * (kWidth / 2 * sizeof(SinCos)) <= 32 * 1024, "shared memory of a block's turns");
-  return BlockTokens(params, params.cache.num_kv_heads, 16 * kPassRows<kWidth>, kMaxTokens);
+  constexpr int64_t kTurnBytes = kWidth / 2 * static_cast<int64_t>(sizeof(SinCos));
+  constexpr int64_t kFitting = (kSharedBytes - kMaxWarps * kWarp * RowQueue::kThreadBytes) / kTurnBytes;
+  return BlockTokens(params, params.cache.num_kv_heads, 16 * kPassRows<kWidth>,
+                     std::min<int64_t>(kMaxTokens, kFitting));
 }
 
 template <class Traits, int kWidth>
@@ -34,7 +38,8 @@ cudaError_t LaunchRegisters(const AppendParams& params, int block_tokens, cudaSt
   const auto threads = static_cast<unsigned>((lanes + kWarp - 1) / kWarp * kWarp);
   const auto blocks = static_cast<unsigned>((params.seqs.num_tokens + block_tokens - 1) / block_tokens);
   const int64_t turn_bytes = block_tokens * (params.rope.dim / 2) * static_cast<int64_t>(sizeof(SinCos));
-  AppendKernel<Traits, kWidth><<<blocks, threads, turn_bytes, stream>>>(params, block_tokens);
+  const int64_t shared_bytes = turn_bytes + threads * RowQueue::kThreadBytes;
+  AppendKernel<Traits, kWidth><<<blocks, threads, shared_bytes, stream>>>(params, block_tokens);
   return cudaGetLastError();
 }
 
@@ -42,9 +47,8 @@ template <class Traits>
 cudaError_t LaunchAny(const AppendParams& params, int64_t token_rows, cudaStream_t stream) {
   const int64_t row_bytes = RowWidth(params) * static_cast<int64_t>(sizeof(float));
   const int64_t token_bytes = params.rope.dim / 2 * static_cast<int64_t>(sizeof(SinCos));
-  // Shared memory without an opt-in ends at 48 KB. At most 8 KB of turns, unless one token has more, leave room for 8
-  // warps' rows up to D = 1,200; wider rows get fewer warps, never a failure below D = 5,800.
-  constexpr int64_t kSharedBytes = 47 * 1024;
+  // At most 8 KB of turns, unless one token has more, leave room for 8 warps' rows up to D = 1,200; wider rows get
+  // fewer warps, never a failure below D = 5,800.
   constexpr int64_t kTurnBytes = 8 * 1024;
   const int64_t token_limit =
       token_bytes == 0 ? kMaxAnyTokens : std::clamp<int64_t>(kTurnBytes / token_bytes, 1, kMaxAnyTokens);
@@ -74,8 +78,10 @@ cudaError_t Launch(const AppendParams& params, cudaStream_t stream) {
   const int64_t token_rows = cache.num_kv_heads * (has_value ? 2 : 1);
   const bool one_width = !has_value || cache.value_dim == cache.head_dim;
   const bool whole_rope = params.rope.dim == 0 || params.rope.dim == cache.head_dim;
-  // AppendKernel multiplies in 32 bits.
-  const bool small = cache.num_layers * cache.num_pages <= INT_MAX && cache.num_kv_heads * cache.page_size <= INT_MAX;
+  // AppendKernel counts rows of the pool in 32 bits.
+  const double pool_rows = static_cast<double>(cache.num_layers) * static_cast<double>(cache.num_pages) *
+                           static_cast<double>(cache.num_kv_heads) * static_cast<double>(cache.page_size);
+  const bool small = pool_rows <= UINT32_MAX;
   if (one_width && whole_rope && small) {
     switch (cache.head_dim) {
       case 64:

@@ -1,4 +1,4 @@
-// Two E in 32 bits, and eight such pairs: what a lane holds of a row.
+// Two E in 32 bits, and some such pairs: what a lane holds of a row.
 #ifndef TURBOATTN_KERNELS_COMMON_APPEND_PAIRS_CUH_
 #define TURBOATTN_KERNELS_COMMON_APPEND_PAIRS_CUH_
 
@@ -69,26 +69,36 @@ __device__ inline uint32_t MaxPair(uint32_t a, uint32_t b) {
 }
 
 // Every NaN with the bits that FromFloat gives it.
-template <class E>
-__device__ inline void NormaliseNans(uint32_t (&pairs)[kChunk]) {
+template <class E, int kPairs>
+__device__ inline void NormaliseNans(uint32_t (&pairs)[kPairs]) {
   uint32_t any = pairs[0];
 #pragma unroll
-  for (int i = 1; i < kChunk; ++i) any = MaxPair<E>(any, pairs[i]);
+  for (int i = 1; i < kPairs; ++i) any = MaxPair<E>(any, pairs[i]);
   if (!IsNan(Low<E>(any)) && !IsNan(High<E>(any))) return;
 #pragma unroll
-  for (int i = 0; i < kChunk; ++i) {
+  for (int i = 0; i < kPairs; ++i) {
     const uint32_t low = FromFloat<E>(Low<E>(pairs[i])).bits, high = FromFloat<E>(High<E>(pairs[i])).bits;
     pairs[i] = low | high << 16;
   }
 }
 
-// Scale and zero of a row of which each lane has eight pairs. Run by a whole warp, in groups of kLanes consecutive
-// lanes with a row each; every lane gets its row's result.
-template <class E, int kBits, int kLanes>
-__device__ inline RowScale PairsRowScale(const uint32_t (&pairs)[kChunk]) {
+// The largest magnitude; NaN if an element is.
+template <class E, int kPairs>
+__device__ inline float LargestMagnitude(const uint32_t (&pairs)[kPairs]) {
+  constexpr uint32_t kMagnitudes = 0x7fff7fffu;
+  uint32_t largest = pairs[0] & kMagnitudes;
+#pragma unroll
+  for (int i = 1; i < kPairs; ++i) largest = MaxPair<E>(largest, pairs[i] & kMagnitudes);
+  return Low<E>(MaxPair<E>(largest, largest >> 16));
+}
+
+// Scale and zero of a row of which each lane has some pairs. Run by a whole warp, in groups of kLanes consecutive lanes
+// with a row each; every lane gets its row's result.
+template <class E, int kBits, int kLanes, int kPairs>
+__device__ inline RowScale PairsRowScale(const uint32_t (&pairs)[kPairs]) {
   uint32_t min = pairs[0], max = pairs[0];
 #pragma unroll
-  for (int i = 1; i < kChunk; ++i) {
+  for (int i = 1; i < kPairs; ++i) {
     min = MinPair<E>(min, pairs[i]);
     max = MaxPair<E>(max, pairs[i]);
   }
@@ -99,6 +109,8 @@ __device__ inline RowScale PairsRowScale(const uint32_t (&pairs)[kChunk]) {
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) both = MinPair<E>(both, __shfl_xor_sync(~0u, both, step));
   const float least = Low<E>(both), largest = -High<E>(both);
+  const RowScale row = MakeRowScale<E, kBits>(least, largest, true);
+  if (row.scale > 0.f && row.scale < Infinity()) return row;  // then all is finite
   return MakeRowScale<E, kBits>(least, largest, IsFinite(least) && IsFinite(largest));
 }
 

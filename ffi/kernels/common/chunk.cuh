@@ -57,6 +57,25 @@ __device__ __forceinline__ void StoreChunk(void* base, int64_t element, const Ch
   *reinterpret_cast<Chunk<E>*>(static_cast<E*>(base) + element) = chunk;
 }
 
+// A row of kWidth 16-bit elements in the registers of a warp: some neighbouring pairs of either half in each lane, so
+// that rotated pairs are in one lane, whichever the pairing. Lanes past kLanes have what others have.
+template <int kWidth>
+struct WarpRow {
+  static constexpr int kPairs = kWidth > 128 ? kWidth / 128 : 1, kLanes = kWidth / (4 * kPairs);
+  static_assert(kLanes == 16 || kLanes == kWarp);
+  struct alignas(4 * kPairs) Half {
+    uint32_t pairs[kPairs];
+  };
+  Half half[2] = {};
+
+  __device__ static int Lane() { return threadIdx.x % kLanes; }
+  // row: the index of the row in `source`.
+  __device__ static WarpRow Load(const void* source, int64_t row) {
+    const Half* halves = static_cast<const Half*>(source) + row * (2 * kLanes) + Lane();
+    return {{halves[0], halves[kLanes]}};
+  }
+};
+
 }  // namespace turboattn
 
 #endif  // TURBOATTN_KERNELS_COMMON_CHUNK_CUH_

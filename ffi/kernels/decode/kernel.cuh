@@ -440,8 +440,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     const uint64_t rope_step = turns_pair && rope.turns != nullptr ? RopeStep(rope.turns, threadIdx.x) : 0;
     const NewRows<Traits> new_rows(params, facts, shared.view, shared.blocks, b, head, first_block,
                                    first_block + num_blocks);
-    // New rows are stored before they are loaded back.
-    mainloop.Run(new_rows.Touch(first_block + Traits::kSteps - 1), [&] {
+    mainloop.Run(new_rows.FirstBlock() - first_block, [&] {
       // Instructions of several warps arrive at the same time: each has work of its own, as far as it goes.
       const int r = kThreads - 1 - threadIdx.x;
       if (r < kRows) FillRow<kRows>(params, facts, shared.view, head, first_row, rows, r, &shared.rows);

@@ -770,12 +770,12 @@ struct MainloopSm80 {
     }
   }
 
-  // After LookUp(0). take_query() leaves the query in place by TakeQuery(), and all that is loaded in memory: once,
-  // with a ring full of loads on their way, or before the first of them. The first loads and those of the loop are one
-  // piece of code: it takes longer to arrive than to run.
+  // After LookUp(0). take_query() leaves the query in place by TakeQuery(), and what is loaded from step `new_step` on
+  // in memory: once, with a ring full of loads on their way, or those of the steps before new_step. The first loads and
+  // those of the loop are one piece of code: it takes longer to arrive than to run.
   template <class TakeQuery>
-  __device__ void Run(bool query_first, TakeQuery take_query) {
-    const int query_step = query_first ? 1 - kSteps : 0;
+  __device__ void Run(int new_step, TakeQuery take_query) {
+    const int query_step = ::min(::max(new_step, 0) - (kSteps - 1), 0);  // max: of the rows, is a member
 #pragma unroll 1
     for (int step = 1 - kSteps; step < num_blocks || step <= 0; ++step) {
       if (step == query_step) {

@@ -2,6 +2,7 @@
 #ifndef TURBOATTN_KERNELS_DECODE_NEW_ROWS_CUH_
 #define TURBOATTN_KERNELS_DECODE_NEW_ROWS_CUH_
 
+#include <climits>
 #include <cstdint>
 
 #include "kernels/common/append_row.cuh"
@@ -23,6 +24,31 @@ __device__ __noinline__ inline SinCos AnyTurn(const RopeParams& rope, int b, int
   return RopeSinCos(rope, b, j, token, position);
 }
 
+// Where a row goes: the block of the list that stores it, the column of the page table (-1: it is not to be stored) and
+// the slot of the page.
+struct NewRowPlace {
+  int block;
+  int column;
+  int slot;
+};
+
+// Of the token at position >= 0 from the sequence's own first one. Not inline, nor is the next: they are long, and
+// plain calls go without them.
+__device__ __noinline__ inline NewRowPlace PlaceAny(const PagedAttentionParams& params,
+                                                    const BlockList<kDecodeKeys>& blocks, int b, int64_t position) {
+  const Sequences& seqs = params.seqs;
+  const WriteColumn to = FindWriteColumn(params.cache, seqs, params.append.read_only_pages, b, position);
+  return {static_cast<int>(StoringBlock(blocks, LocalKey(position, seqs.cp_size))),
+          to.column == kUnmapped ? -1 : static_cast<int>(to.column), static_cast<int>(to.slot)};
+}
+
+// The block of the list that has the key of the token at `position`, or would have it.
+__device__ __noinline__ inline int BlockOfAny(const PagedAttentionParams& params, const BlockList<kDecodeKeys>& blocks,
+                                              int64_t position) {
+  const int64_t key = position < 0 ? 0 : LocalKey(position, params.seqs.cp_size);
+  return static_cast<int>(blocks.count[0] + key / kDecodeKeys - blocks.first[kOwnRun]);
+}
+
 // The new rows of one part, which takes in blocks first_block .. end_block - 1: for each of its tokens a row of K and
 // one of V, each moved by one warp. Made before the query is loaded, so that all loads are on their way together.
 template <class Traits>
@@ -40,12 +66,11 @@ class NewRows {
         end_block_(end_block),
         first_(Load(FirstItem())) {}
 
-  // Whether one of blocks first_block .. end - 1 may have a new row among its keys: the first that one could have.
-  __device__ bool Touch(int end) const {
-    if (params_.append.key == nullptr) return false;
-    const int64_t position = Position(0), key = position < 0 ? 0 : LocalKey(position, params_.seqs.cp_size);
-    const int64_t block = blocks_.count[0] + key / kDecodeKeys - blocks_.first[kOwnRun];
-    return block < end;
+  // The first block of the list that may have a new row among its keys.
+  __device__ int FirstBlock() const {
+    if (params_.append.key == nullptr) return INT_MAX;
+    if (!facts_.plain) return BlockOfAny(params_, blocks_, Position(0));
+    return max(static_cast<int>(view_.position), 0) / kDecodeKeys;
   }
 
   // layer: the sequence's. s_row: kDim floats of the warp's own. turns: of the pairs of the only token, or null. The
@@ -61,39 +86,31 @@ class NewRows {
   }
 
  private:
-  using E = typename Traits::E;
   static constexpr int kDim = Traits::kDim;
-  static_assert(kDim <= kWarp * kChunk, "a lane has one chunk of a row");
-
   struct Row {
     int slot = -1;  // of the page; -1: there is nothing to store
     // As they were loaded: looking at them would wait for them.
     int32_t page = 0;
-    uint4 source = {};  // the lane's chunk
+    WarpRow<kDim> source;
   };
 
   // Items: K and V of the sequence's first token, of its second, ... The first warps are busy with the query.
   __device__ int Items() const { return params_.append.key != nullptr ? 2 * static_cast<int>(view_.q_len) : 0; }
   __device__ static int FirstItem() { return (threadIdx.x / kWarp + kWarps / 2) % kWarps; }
-  __device__ static int Column() { return threadIdx.x % kWarp * kChunk; }
 
   // Of token i, from the sequence's own first one.
   __device__ int64_t Position(int i) const {
     return view_.position + i - (facts_.plain ? 0 : FirstPosition(params_.seqs));
   }
 
-  // Which block stores position >= 0, and where: as StoringBlock and FindWriteColumn have it. Plain: an int32 holds it.
-  __device__ int BlockOf(int64_t position) const {
-    if (!facts_.plain) return static_cast<int>(StoringBlock(blocks_, LocalKey(position, params_.seqs.cp_size)));
-    const int block = static_cast<int>(position) / kDecodeKeys, last = blocks_.total() - 1;
-    return last < 0 ? 0 : block < last ? block : last;
-  }
-  __device__ WriteColumn ColumnOf(int64_t position) const {
+  // As PlaceAny. Plain: an int32 holds the position.
+  __device__ NewRowPlace PlaceOf(int64_t position) const {
+    if (!facts_.plain) return PlaceAny(params_, blocks_, b_, position);
     const int32_t* read_only_pages = params_.append.read_only_pages;
-    if (!facts_.plain) return FindWriteColumn(params_.cache, params_.seqs, read_only_pages, b_, position);
     const int key = static_cast<int>(position), column = key >> facts_.page_shift;
-    if (key >= facts_.max_keys || (read_only_pages != nullptr && column < read_only_pages[b_])) return {kUnmapped, 0};
-    return {column, key & ((1 << facts_.page_shift) - 1)};
+    const bool dropped = key >= facts_.max_keys || (read_only_pages != nullptr && column < read_only_pages[b_]);
+    return {max(min(key / kDecodeKeys, blocks_.total() - 1), 0), dropped ? -1 : column,
+            key & ((1 << facts_.page_shift) - 1)};
   }
 
   __device__ Row Load(int item) const {
@@ -103,39 +120,27 @@ class NewRows {
     const int i = item / 2;
     const int64_t position = Position(i);
     if (position < 0) return found;
-    const int block = BlockOf(position);
-    if (block < first_block_ || block >= end_block_) return found;
-    const WriteColumn to = ColumnOf(position);
-    if (to.column == kUnmapped) return found;
-    if (Column() < kDim) {
-      const void* source = item % 2 == 0 ? append.key : append.value;
-      const int64_t source_row = (view_.first_token + i) * params_.cache.num_kv_heads + head_;
-      found.source = static_cast<const uint4*>(source)[(source_row * kDim + Column()) / kChunk];
-    }
+    const NewRowPlace to = PlaceOf(position);
+    if (to.block < first_block_ || to.block >= end_block_ || to.column < 0) return found;
+    found.source = WarpRow<kDim>::Load(item % 2 == 0 ? append.key : append.value,
+                                       (view_.first_token + i) * params_.cache.num_kv_heads + head_);
     found.page = params_.seqs.page_table[int64_t{b_} * params_.seqs.max_pages + to.column];
-    found.slot = static_cast<int>(to.slot);
+    found.slot = to.slot;
     return found;
   }
 
   __device__ void Store(int item, const Row& row, int32_t layer, float* s_row, const SinCos* turns) const {
-    static_assert(sizeof(Chunk<E>) == sizeof(uint4));
     const AppendParams& append = params_.append;
     const int64_t page = PageOf(params_.cache, layer, row.page);
     if (page == kUnmapped) return;
-    const int32_t kv_len = params_.seqs.kv_lens[b_];
-    const bool is_key = item % 2 == 0;
-    const int i = item / 2;
-    if (Column() < kDim) {
-      append::PutChunk(append, append::SideOf(append, is_key), head_, Column(),
-                       reinterpret_cast<const Chunk<E>&>(row.source), s_row);
-    }
     // A schedule may be of other lengths, with which the table would name pages that are not the sequence's.
-    if (facts_.plain && kv_len - view_.q_len != view_.position) return;
+    if (facts_.plain && params_.seqs.kv_lens[b_] - view_.q_len != view_.position) return;
+    const int i = item / 2;
     const auto turn = [&](int j) {
       return turns != nullptr ? turns[j] : AnyTurn(append.rope, b_, j, view_.first_token + i, view_.position + i);
     };
     const int64_t to = CacheRow(params_.cache, page, head_, row.slot);
-    append::FinishRow<Traits, kDim>(append, is_key, to, layer, head_, turn, s_row);
+    append::StoreWarpRow<Traits, kDim>(append, item % 2 == 0, to, layer, head_, row.source, turn, s_row);
   }
 
   const PagedAttentionParams& params_;
