@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import peers
 import timing
 
-OWN = ("cuda", "pallas", "cuda dense")  # ours: not what we are compared with
+OWN = ("cuda", "cuda:sm80", "pallas", "cuda dense")  # ours: not what we are compared with
 MEMORY_SHARE = 0.85  # of the card's memory that a case may take
 KINDS = {"decode": "read stream", "append": "copy"}  # what bounds it
 

@@ -228,7 +228,8 @@ def prefill_works(case: grid.Prefill) -> Iterator[tuple[str, Callable[[], Work]]
     def fa3():
         return work(functools.partial(flash_attn3(D).flash_mha, is_causal=case.is_causal), FA3_CALL)
 
-    yield "cuda", functools.partial(ours, "cuda")
+    for name in ("cuda", "cuda:sm80"):
+        yield name, functools.partial(ours, name)
     yield "cudnn", cudnn
     yield "fa3", fa3
 
