@@ -67,9 +67,6 @@ struct ConverterSm90 {
         for (int chunk = 0; chunk < kStoredChunks; ++chunk) odd = odd || HasNonFinite<fp8_e4m3>(codes[chunk]);
         odd = __any_sync(~0u, odd);
       }
-      __syncwarp();
-      if (threadIdx.x % kWarp == 0) Arrive(&shared.codes.empty[code_slot.index]);
-      code_slot.Advance();
       WaitBarrier(values ? &shared.value_empty[slot.index] : &shared.key_empty[slot.index], slot.parity,
                   values ? kValueEmpty : kKeyEmpty);
       if (!values && row == 0) shared.mapped[slot.index] = mapped;
@@ -83,8 +80,12 @@ struct ConverterSm90 {
       FenceAsyncProxy();
       __syncwarp();
       if (threadIdx.x % kWarp == 0) {
+        // Only now: an arrival does not wait for loads whose results have not been used, and copies would overtake
+        // them.
+        Arrive(&shared.codes.empty[code_slot.index]);
         Arrive(values ? &shared.value_full[slot.index] : &shared.key_full[slot.index]);
       }
+      code_slot.Advance();
       if (values) {
         value_slot.Advance();
       } else {
