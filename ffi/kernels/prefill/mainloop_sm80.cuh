@@ -101,9 +101,10 @@ struct MainloopSm80 {
     }
   }
 
-  // As RunRange::HoldsAll, without a branch.
+  // As RunRange::HoldsAll, without a branch: 1 or 0. first_key is below 0 where there is no such block.
   static __device__ uint32_t Holds(RunRange range, int first_key) {
-    return static_cast<uint32_t>(first_key >= range.lo) & static_cast<uint32_t>(range.hi - first_key >= kKeys);
+    const uint32_t keys = static_cast<uint32_t>(range.hi) - static_cast<uint32_t>(first_key);
+    return static_cast<uint32_t>(first_key >= range.lo) & static_cast<uint32_t>(static_cast<int32_t>(keys) >= kKeys);
   }
 
   // Finds `next`, of `block`, and its groups. Called under products, which hide its reads of shared memory.
