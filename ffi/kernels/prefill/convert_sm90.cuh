@@ -80,10 +80,9 @@ struct ConverterSm90 {
       FenceAsyncProxy();
       __syncwarp();
       if (threadIdx.x % kWarp == 0) {
-        // Only now: an arrival does not wait for loads whose results have not been used, and copies would overtake
-        // them.
-        Arrive(&shared.codes.empty[code_slot.index]);
         Arrive(values ? &shared.value_full[slot.index] : &shared.key_full[slot.index]);
+        // Not before the codes have been used: an arrival does not wait for loads, and a copy overtook them.
+        Arrive(&shared.codes.empty[code_slot.index]);
       }
       code_slot.Advance();
       if (values) {
