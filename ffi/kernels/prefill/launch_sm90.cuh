@@ -104,14 +104,14 @@ int64_t MaxUnits(const Params& params, int cluster) {
   return cluster == 1 ? MaxTiles<Traits::kRows>(params) : MaxTiles<kCluster * Traits::kRows>(params);
 }
 
-// Blocks in clusters read half the bytes from L2. That takes less power, for which the card gives a higher clock: 2 to
-// 4 % of the time from 4,096 keys up on an H200, nothing at 1,024. They wait for each other, so not where that costs
-// more: few keys, windows (neighbours see different blocks), and one tile in ten or more without a neighbour. Plain
-// arrays of head dim 128 have been measured; pages, packed calls and other head dims, for which the kernel is ready,
-// not.
+// Blocks in clusters read half the bytes from L2. That takes less power, for which the card gives a higher clock: 1 to
+// 4 % of the time from 4,096 keys up on an H200, nothing at 2,048, and at 1,024 they were 6 % slower: they wait for
+// each other. So not where that costs more than it saves: few keys, windows (neighbours see different blocks), and one
+// tile in ten or more without a neighbour. Plain arrays of head dim 128 have been measured; head dim 64 was 2 to 8 %
+// slower at 4,096 keys; pages, packed calls and other head dims, for which the kernel is ready, have not been.
 template <class Traits, class Params>
 int ChooseCluster(const Params& params) {
-  constexpr int64_t kMinKeys = 1024;
+  constexpr int64_t kMinKeys = 1280;
   constexpr bool kMeasured = std::is_same_v<Params, LinearAttentionParams> && Traits::kDim == 128 &&
                              Traits::kValueDim == 128 && !Traits::kQuantised;
   if (!kMeasured || UniformQueryLength(params) == 0 || MaxKeysOf(params) < kMinKeys || params.score.window != nullptr) {
