@@ -586,8 +586,9 @@ def paged_attention(
       is_causal: keys at or before the query's position only.
       layer: int32 scalar (may be traced), for a stacked cache. One outside it has no keys: zeros come out.
       max_q_len: a hint, the most new tokens of a sequence; a wrong one costs speed only.
-      plan: from `make_plan` with the same keywords, sizes and lengths; ValueError where keywords or sizes differ. Speed
-        only, unless the lengths are others: then numbers may be wrong.
+      plan: from `make_plan` with the same keywords, sizes, lengths and offsets; ValueError where keywords or sizes
+        differ. Speed only, unless lengths or offsets are others: then numbers may be wrong, and a step may store fewer
+        of its tokens, but never elsewhere.
       batch_invariant: the bits of a sequence's rows do not depend on the rest of the batch or on padded sizes.
       cp_rank, cp_size: context parallelism: token s lives on rank s % cp_size at local index s // cp_size; page_table is
         the rank's own, lengths are global. Take partial results with out_dtype=float32 and return_residual=True.

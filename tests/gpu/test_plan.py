@@ -138,14 +138,27 @@ def test_one_plan_for_a_scan_over_layers():
     same_bits(step(cache, True), step(cache, False))
 
 
-def test_a_plan_of_other_lengths_stores_nothing():
-    """A step stores by the lengths of the call: no token is stored where an old or wrong plan says."""
-    lens, offsets = jnp.array([40, 50], jnp.int32), jnp.arange(3, dtype=jnp.int32)
+@pytest.mark.parametrize(
+    "planned_lens, planned_offsets, offsets",
+    [
+        ([140, 150], [0, 1, 2], [0, 1, 2]),
+        ([40, 50], [0, 1, 2], [0, 0, 1]),  # the first sequence pauses
+        ([40, 50], [0, 2, 2], [0, 1, 2]),
+    ],
+)
+def test_a_plan_of_another_step(planned_lens, planned_offsets, offsets):
+    """A step stores by its own lengths and offsets, or not at all: nothing where an old plan says."""
+    lens, offsets, planned_lens, planned_offsets = (
+        jnp.array(x, jnp.int32) for x in ([40, 50], offsets, planned_lens, planned_offsets)
+    )
     cache, table = ta.PagedKVCache.create(40, K, D, page_size=PAGE), jnp.arange(40, dtype=jnp.int32).reshape(2, 20)
     new = [normal(i, 2, heads, D) for i, heads in enumerate((H, K, K))]
-    plan = ta.make_plan(new[0], cache, table, lens + 100, offsets)
+    plan = ta.make_plan(new[0], cache, table, planned_lens, planned_offsets)
     _, stored = ta.paged_attention_step(*new, cache, table, lens, offsets, plan=plan)
-    same_bits(stored, cache)
+    _, right = ta.paged_attention_step(*new, cache, table, lens, offsets)
+    for name in ("key", "value"):
+        before, after, expected = (np.asarray(getattr(c, name), np.float32) for c in (cache, stored, right))
+        assert ((after == before) | (after == expected)).all()
 
 
 STEPS = [s for s in cases.SPECS if s.op in ("paged_attention", "paged_attention_step") and s.T <= s.B]

@@ -196,15 +196,18 @@ struct ListSearch {
     const int each_thread = (batch + Traits::kThreads - 1) / Traits::kThreads;
     const int first = threadIdx.x * each_thread;
     b = first;
+    bool same = true;
     for (const int end = min(b + each_thread, batch); b < end; ++b) {
+      const int64_t before = share.cost;
       share = ShareOf<Traits::kRows>(params, facts, b);
+      same = same && (b == first || share.cost == before);
       cost += share.cost;
     }
     const int count = b - first;
     --b;
     total = ScanOverThreads<Traits::kThreads>(cost, &begin);
     if (facts.even.units > 0) {
-      all_even = __syncthreads_and(count == 0 || (share.cost * batch == total && share.cost * count == cost));
+      all_even = __syncthreads_and(count == 0 || (same && share.cost * batch == total));
     }
   }
   __device__ bool Has(int64_t place) const { return place >= begin && place - begin < cost; }

@@ -60,8 +60,13 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   if (blocks == 0 || std::max(params.seqs.batch, most_rows) > INT_MAX - Traits::kThreads) {
     return cudaErrorInvalidConfiguration;
   }
+  // Clusters and dependent launches: code for older cards does neither, and may run on newer ones.
+  cudaFuncAttributes code;
+  error = cudaFuncGetAttributes(&code, kernel);
+  if (error != cudaSuccess) return error;
+  const bool hopper = major == 9 && code.ptxVersion >= 90;
   CallFacts facts = FactsOf(params);
-  if (params.plan.decode_cluster > 0 && major == 9) {
+  if (params.plan.decode_cluster > 0 && hopper) {
     const int cluster = params.plan.decode_cluster;
     cudaLaunchAttribute of_cluster;
     of_cluster.id = cudaLaunchAttributeClusterDimension;
@@ -109,7 +114,7 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   config.blockDim = dim3(kMergeThreads);
   config.stream = stream;
   config.attrs = &dependent;
-  config.numAttrs = major == 9 ? 1 : 0;  // newer cards run code of 8.0, which does not wait
+  config.numAttrs = hopper ? 1 : 0;
   return cudaLaunchKernelEx(&config, &MergeSm80<Traits>, params, facts);
 }
 

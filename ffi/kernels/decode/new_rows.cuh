@@ -103,6 +103,13 @@ class NewRows {
     return view_.position + i - (facts_.plain ? 0 : FirstPosition(params_.seqs));
   }
 
+  // A schedule may be of other tokens or lengths: the places that it names are then not this call's to write.
+  __device__ bool IsOfThisCall() const {
+    const TokenRange own = QueryRange(params_.seqs, b_);
+    return own.lo == view_.first_token && own.hi - own.lo == view_.q_len &&
+           params_.seqs.kv_lens[b_] - view_.q_len == view_.position;
+  }
+
   // As PlaceAny. Plain: an int32 holds the position.
   __device__ NewRowPlace PlaceOf(int64_t position) const {
     if (!facts_.plain) return PlaceAny(params_, blocks_, b_, position);
@@ -133,8 +140,7 @@ class NewRows {
     const AppendParams& append = params_.append;
     const int64_t page = PageOf(params_.cache, layer, row.page);
     if (page == kUnmapped) return;
-    // A schedule may be of other lengths, with which the table would name pages that are not the sequence's.
-    if (facts_.plain && params_.seqs.kv_lens[b_] - view_.q_len != view_.position) return;
+    if (facts_.schedule != nullptr && !IsOfThisCall()) return;
     const int i = item / 2;
     const auto turn = [&](int j) {
       return turns != nullptr ? turns[j] : AnyTurn(append.rope, b_, j, view_.first_token + i, view_.position + i);

@@ -1,7 +1,8 @@
 // The prefill mainloop of the sm90 family: producer warps copy tiles by TMA, consumer warpgroups multiply them by
 // wgmma; online softmax in registers, probabilities as the A operand of the second product.
 //
-// Barriers, all mbarriers. `full`: the copy has landed (the producer's arrival and its bytes). `empty`: every consumer
+// Barriers, all mbarriers. `full`: the copy has landed (the producer's arrival and its bytes; of values that some row
+// may not see the producer waits for the bytes itself, and arrives when it has looked at them). `empty`: every consumer
 // warp has arrived after its last read. Tiles of work go from the warp that chooses them to all others the same way, so
 // that copies run ahead into the next tile while consumers end this one.
 //
