@@ -1209,10 +1209,13 @@ def _planned(function: str, plan: Any, spec: AttnSpec | StepSpec, operands: dict
         (have, want, ["batch", "num_tokens", "max_pages"]),
     ):
         for name in names:
-            if getattr(a, name) != getattr(b, name):
-                rule = f"be made for this call's spec: {name} = {getattr(b, name)!r}"
-                hint = "call make_plan with the same keywords"
-                raise checks.value_error(function, "plan", rule, f"{getattr(a, name)!r}", hint)
+            its, own = getattr(a, name), getattr(b, name)
+            if its != own:
+                if name == "operands":  # what they do not share
+                    its, own = (sorted(set(x) - set(y)) for x, y in ((its, own), (own, its)))
+                rule = f"be made for this call's spec: {name} = {own!r}"
+                hint = "call make_plan with the same keywords, and arrays of the same shapes"
+                raise checks.value_error(function, "plan", rule, f"{its!r}", hint)
     data = checks.Dims(function).index("plan.data", plan.data, "{} {}".format(*PLAN_SHAPE))
     return with_plan(spec), operands | {"plan": data}
 
@@ -1245,8 +1248,8 @@ def make_plan(
     Arguments are those of `paged_attention` (and of the attention of `paged_attention_step`), or with `q_offsets=None`
     of `paged_decode`. Only lengths and offsets are read: of query and cache the shapes and dtypes matter.
 
-    A plan changes speed only. On `cuda` the blocks of a decode kernel read from it where to start, which each call else
-    finds out for itself. Calls that gain nothing take a plan too, and do not read it: those of `cpu`, `pallas` and
+    A plan changes speed only, as long as lengths and offsets are those it was made of. On `cuda` the blocks of a decode
+    kernel read from it where to start, which each call else finds out for itself. Calls that gain nothing take a plan too, and do not read it: those of `cpu`, `pallas` and
     `xla`, prefill, one short sequence, `batch_invariant`, a window, a shared prefix, context parallelism, and those that
     `vmap` or sharding make of others.
     """
