@@ -1248,10 +1248,10 @@ def make_plan(
     Arguments are those of `paged_attention` (and of the attention of `paged_attention_step`), or with `q_offsets=None`
     of `paged_decode`. Only lengths and offsets are read: of query and cache the shapes and dtypes matter.
 
-    A plan changes speed only, as long as lengths and offsets are those it was made of. On `cuda` the blocks of a decode
-    kernel read from it where to start, which each call else finds out for itself. Calls that gain nothing take a plan too, and do not read it: those of `cpu`, `pallas` and
-    `xla`, prefill, one short sequence, `batch_invariant`, a window, a shared prefix, context parallelism, and those that
-    `vmap` or sharding make of others.
+    A plan changes speed only, as long as lengths and offsets are those it was made of. On `cuda` the blocks of a
+    decode kernel read from it where to start, which each call else finds out for itself. Calls that gain nothing take
+    a plan too, and do not read it: those of `cpu`, `pallas` and `xla`, prefill, one short sequence, `batch_invariant`,
+    a window, a shared prefix, context parallelism, and those that `vmap` or sharding make of others.
     """
     name = "make_plan"
     packed = q_offsets is not None

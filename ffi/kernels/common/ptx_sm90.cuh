@@ -132,15 +132,6 @@ __device__ __forceinline__ void SyncNamed(int id, int threads) {
 __device__ __forceinline__ void ArriveNamed(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// SyncNamed; whether any thread's `value` is true.
-__device__ __forceinline__ bool SyncNamedOr(int id, int threads, bool value) {
-  uint32_t any;
-  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.b32 %0, 1, 0, q;\n}"
-               : "=r"(any)
-               : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(value))
-               : "memory");
-  return any != 0;
-}
 
 // ---- tensor copies
 
