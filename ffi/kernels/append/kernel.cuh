@@ -61,20 +61,21 @@ struct LaneRow {
   uint4 half[2];
 };
 
-// Parts of rows on their way to a thread, which alone reads what it has asked for: through shared memory, so that they
-// take no registers. Those of all threads lie beside each other, half by half.
-class RowQueue {
+// A row of K and one of V on their way to a thread, which alone reads what it has asked for: through shared memory, so
+// that they take no registers. Those of all threads lie beside each other, half by half.
+class ComingRows {
  public:
-  static constexpr int64_t kThreadBytes = kStages * 2 * static_cast<int64_t>(sizeof(LaneRow));  // K and V
+  static constexpr int64_t kThreadBytes = 2 * static_cast<int64_t>(sizeof(LaneRow));
 
-  __device__ explicit RowQueue(uint4* s_rows) : s_rows_(s_rows + threadIdx.x) {}
+  __device__ explicit ComingRows(uint4* s_rows) : s_rows_(s_rows + threadIdx.x) {}
 
-  // Row i of the thread of K or V, which takes the place of row i - kStages. chunk: the index of its first chunk.
+  // In turn: of K, then of V. In the place of the one before, which has been taken. chunk: the index of its first
+  // chunk.
   template <int kWidth>
-  __device__ void Ask(bool is_key, unsigned i, const void* source, int64_t chunk, bool exists) {
+  __device__ void Ask(bool is_key, const void* source, int64_t chunk, bool exists) {
     if (exists) {
       const uint4* from = static_cast<const uint4*>(source) + chunk;
-      uint4* to = Slot(is_key, i);
+      uint4* to = Slot(is_key);
       Copy(to, from);
       Copy(to + blockDim.x, from + kRowLanes<kWidth>);
     }
@@ -82,12 +83,12 @@ class RowQueue {
     CommitCopies();
 #endif
   }
-  // Row i, the one that has been asked for longest.
-  __device__ LaneRow Take(bool is_key, unsigned i) const {
+  // The one that has been asked for first.
+  __device__ LaneRow Take(bool is_key) const {
 #if __CUDA_ARCH__ >= 800
-    WaitCopies<2 * kStages - 1>();
+    WaitCopies<1>();
 #endif
-    const uint4* from = Slot(is_key, i);
+    const uint4* from = Slot(is_key);
     return {from[0], from[blockDim.x]};
   }
 
@@ -99,9 +100,7 @@ class RowQueue {
     *to = *from;
 #endif
   }
-  __device__ uint4* Slot(bool is_key, unsigned i) const {
-    return s_rows_ + (i % kStages * 2 + (is_key ? 0 : 1)) * 2 * blockDim.x;
-  }
+  __device__ uint4* Slot(bool is_key) const { return s_rows_ + (is_key ? 0 : 2 * blockDim.x); }
 
   uint4* s_rows_;
 };
@@ -190,8 +189,8 @@ __device__ inline void StoreLaneRow(const AppendParams& params, const LaneRow& l
 }
 
 // Block i takes tokens i * block_tokens and on. D and, where there are values, Dv are kWidth; RoPE turns whole rows or
-// none. A lane moves its part of a (token, head) row of K, then of V, then of the next row, having asked for kStages
-// rows of either. Dynamic shared memory: the turns, then the rows.
+// none. A lane moves its part of a (token, head) row of K, then of V, then of the next row; it asks for the next row of
+// either as soon as it has taken the one before. Dynamic shared memory: the turns, then the rows.
 template <class Traits, int kWidth>
 __global__ void __launch_bounds__(kMaxWarps* kWarp, kMinBlocks)
     AppendKernel(const __grid_constant__ AppendParams params, int block_tokens) {
@@ -211,16 +210,12 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, kMinBlocks)
   // The first rows are on their way while the block finds out where they go.
   const int pairs = params.rope.dim != 0 ? kPairs : 0;
   const FirstLoads loads(params, pairs);
-  RowQueue queue(reinterpret_cast<uint4*>(s_turns + block_tokens * (params.rope.dim / 2)));
+  ComingRows coming(reinterpret_cast<uint4*>(s_turns + block_tokens * (params.rope.dim / 2)));
   unsigned r = threadIdx.x / kLanes;
   int64_t chunk = (first * heads + r) * (kWidth / kChunk) + threadIdx.x % kLanes;
   const unsigned chunk_step = step * (kWidth / kChunk);
-#pragma unroll
-  for (unsigned i = 0; i < kStages; ++i) {
-    queue.Ask<kWidth>(true, i, params.key, chunk + i * chunk_step, r + i * step < rows);
-    queue.Ask<kWidth>(false, i, params.value, chunk + i * chunk_step, has_value && r + i * step < rows);
-  }
-  chunk += kStages * chunk_step;
+  coming.Ask<kWidth>(true, params.key, chunk, r < rows);
+  coming.Ask<kWidth>(false, params.value, chunk, has_value && r < rows);
   PlaceTokens(params, pairs, first, count, loads, s_owner, s_place, s_turns,
               LaneTurns<kWidth>{params.rope.interleaved});
 
@@ -228,7 +223,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, kMinBlocks)
   unsigned t = r / heads, head = r % heads;
   // All lanes of a warp stay until its first row is past the end: they exchange values.
   const unsigned row_in_warp = threadIdx.x % kWarp / kLanes;
-  for (unsigned i = 0; r - row_in_warp < rows; ++i) {
+  while (r - row_in_warp < rows) {
     const unsigned token = r < rows ? t : 0;
     const int64_t page = s_place[token].page;
     const int layer = s_place[token].layer;
@@ -237,15 +232,14 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, kMinBlocks)
     const uint32_t row =
         (static_cast<uint32_t>(page) * heads + head) * page_size + static_cast<uint32_t>(s_place[token].slot);
     const SinCos* turns = s_turns + token * kPairs;
-    const bool more = r + kStages * step < rows;
-    const LaneRow key = queue.Take(true, i);
-    queue.Ask<kWidth>(true, i, params.key, chunk, more);
-    StoreLaneRow<Traits, kWidth, true>(params, key, row, head, layer, written, turns);
-    const LaneRow value = queue.Take(false, i);
-    queue.Ask<kWidth>(false, i, params.value, chunk, has_value && more);
-    if (has_value) StoreLaneRow<Traits, kWidth, false>(params, value, row, head, layer, written, turns);
     r += step;
     chunk += chunk_step;
+    const LaneRow key = coming.Take(true);
+    coming.Ask<kWidth>(true, params.key, chunk, r < rows);
+    StoreLaneRow<Traits, kWidth, true>(params, key, row, head, layer, written, turns);
+    const LaneRow value = coming.Take(false);
+    coming.Ask<kWidth>(false, params.value, chunk, has_value && r < rows);
+    if (has_value) StoreLaneRow<Traits, kWidth, false>(params, value, row, head, layer, written, turns);
     t += step_tokens;
     head += step_heads;
     if (head >= heads) {

@@ -27,7 +27,7 @@ constexpr int64_t kPassRows = kMaxWarps * kWarp / kRowLanes<kWidth>;
 template <int kWidth>
 int RegisterBlockTokens(const AppendParams& params) {
   constexpr int64_t kTurnBytes = kWidth / 2 * static_cast<int64_t>(sizeof(SinCos));
-  constexpr int64_t kFitting = (kSharedBytes - kMaxWarps * kWarp * RowQueue::kThreadBytes) / kTurnBytes;
+  constexpr int64_t kFitting = (kSharedBytes - kMaxWarps * kWarp * ComingRows::kThreadBytes) / kTurnBytes;
   return BlockTokens(params, params.cache.num_kv_heads, 16 * kPassRows<kWidth>,
                      std::min<int64_t>(kMaxTokens, kFitting));
 }
@@ -38,7 +38,7 @@ cudaError_t LaunchRegisters(const AppendParams& params, int block_tokens, cudaSt
   const auto threads = static_cast<unsigned>((lanes + kWarp - 1) / kWarp * kWarp);
   const auto blocks = static_cast<unsigned>((params.seqs.num_tokens + block_tokens - 1) / block_tokens);
   const int64_t turn_bytes = block_tokens * (params.rope.dim / 2) * static_cast<int64_t>(sizeof(SinCos));
-  const int64_t shared_bytes = turn_bytes + threads * RowQueue::kThreadBytes;
+  const int64_t shared_bytes = turn_bytes + threads * ComingRows::kThreadBytes;
   AppendKernel<Traits, kWidth><<<blocks, threads, shared_bytes, stream>>>(params, block_tokens);
   return cudaGetLastError();
 }
