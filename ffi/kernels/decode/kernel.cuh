@@ -193,7 +193,7 @@ struct ListSearch {
 
   __device__ ListSearch(const PagedAttentionParams& params, const CallFacts& facts) {
     const int batch = static_cast<int>(params.seqs.batch);
-    const int each_thread = (batch + Traits::kThreads - 1) / Traits::kThreads;
+    const int each_thread = (batch + Traits::kBlockThreads - 1) / Traits::kBlockThreads;
     const int first = threadIdx.x * each_thread;
     b = first;
     bool same = true;
@@ -205,7 +205,7 @@ struct ListSearch {
     }
     const int count = b - first;
     --b;
-    total = ScanOverThreads<Traits::kThreads>(cost, &begin);
+    total = ScanOverThreads<Traits::kBlockThreads>(cost, &begin);
     if (facts.even.units > 0) {
       all_even = __syncthreads_and(count == 0 || (same && share.cost * batch == total));
     }
@@ -227,7 +227,7 @@ static_assert(sizeof(ScheduledPart) == kScheduleInts * sizeof(int32_t));
 
 // The schedule of a grid of `grid` blocks: a block for each entry, those past the grid too.
 template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads)
+__global__ void __launch_bounds__(Traits::kBlockThreads)
     PlanSm80(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts call, int grid) {
   CallFacts facts = call;
   facts.plain = true;  // no other calls have a schedule: ViewAny is left out
@@ -324,6 +324,23 @@ class ClusterMerge {
   const int rows_, shift_, rank_;
   const int log_quads_;  // that a block finishes, of as many rows as the next power of two
 };
+
+// Four columns of a row of the part: what the warps have, the first of which warp w has at o(w).
+template <class Traits, class Output>
+__device__ float4 SumOverWarps(const WarpState<Traits>& states, int row, Output o, float* max_out, float* sum_out) {
+  float max = -Infinity(), sum = 0.f;
+  for (int w = 0; w < kWarps; ++w) max = fmaxf(max, states.max[w][row]);
+  float4 x = {0.f, 0.f, 0.f, 0.f};
+  for (int w = 0; w < kWarps; ++w) {
+    const float weight = states.max[w][row] == -Infinity() ? 0.f : Exp2(states.max[w][row] - max);
+    const float4 y = *reinterpret_cast<const float4*>(o(w));
+    sum += weight * states.sum[w][row];
+    x = {x.x + weight * y.x, x.y + weight * y.y, x.z + weight * y.z, x.w + weight * y.w};
+  }
+  *max_out = max;
+  *sum_out = sum;
+  return x;
+}
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
@@ -443,7 +460,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     const uint64_t rope_step = turns_pair && rope.turns != nullptr ? RopeStep(rope.turns, threadIdx.x) : 0;
     const NewRows<Traits> new_rows(params, facts, shared.view, shared.blocks, b, head, first_block,
                                    first_block + num_blocks);
-    mainloop.Run(new_rows.FirstBlock() - first_block, [&] {
+    mainloop.Run(FirstNewBlock(params, facts, shared.view, shared.blocks) - first_block, [&] {
       // Instructions of several warps arrive at the same time: each has work of its own, as far as it goes.
       const int r = kThreads - 1 - threadIdx.x;
       if (r < kRows) FillRow<kRows>(params, facts, shared.view, head, first_row, rows, r, &shared.rows);
@@ -476,7 +493,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
         __syncthreads();
       }
       if constexpr (Traits::kQuantised) {
-        MakeCodeQuery(shared, rows);
+        MakeCodeQuery<Traits>(shared.query(), shared.code_query, rows);
         __syncthreads();
       }
       mainloop.TakeQuery();
@@ -484,7 +501,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     });
     __syncthreads();  // the rings become the exchange buffer
     if (clustered) ArriveAtCluster();
-    mainloop.Publish();
+    mainloop.Publish(shared.outputs[threadIdx.x / 32], shared.states);
     // Read once more: registers were the mainloop's. Before the barrier: then the next sequence may take its place.
     share = shared.share;
     b = shared.b;
@@ -509,19 +526,12 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       workspace.info[slot] = info;
     }
     if (threadIdx.x == 0 && whole && fixed_parts) workspace.info[slot] = SlotInfo{};
-    const WarpResults<Traits>& results = shared.results;
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * (kDim / 4); i += kThreads) {
       const int row = i / (kDim / 4), d = i % (kDim / 4) * 4;
-      float max = -Infinity(), sum = 0.f;
-      for (int w = 0; w < kWarps; ++w) max = fmaxf(max, results.max[w][row]);
-      float4 x = {0.f, 0.f, 0.f, 0.f};
-      for (int w = 0; w < kWarps; ++w) {
-        const float weight = results.max[w][row] == -Infinity() ? 0.f : Exp2(results.max[w][row] - max);
-        const float4 o = *reinterpret_cast<const float4*>(&results.o[w][row][d]);
-        sum += weight * results.sum[w][row];
-        x = {x.x + weight * o.x, x.y + weight * o.y, x.z + weight * o.z, x.w + weight * o.w};
-      }
+      float max, sum;
+      const float4 x = SumOverWarps<Traits>(
+          shared.states, row, [&](int w) { return &shared.outputs[w].o[row][d]; }, &max, &sum);
       if (whole) {
         FinishQuad<E, kDim>(params, shared.rows.token[row], shared.rows.head[row], d, max, sum, x);
       } else if (clustered) {

@@ -49,6 +49,14 @@ __device__ __noinline__ inline int BlockOfAny(const PagedAttentionParams& params
   return static_cast<int>(blocks.count[0] + key / kDecodeKeys - blocks.first[kOwnRun]);
 }
 
+// The first block of the list that may have a new row among its keys.
+__device__ inline int FirstNewBlock(const PagedAttentionParams& params, const CallFacts& facts, const SequenceView& view,
+                                    const BlockList<kDecodeKeys>& blocks) {
+  if (params.append.key == nullptr) return INT_MAX;
+  if (facts.plain) return max(static_cast<int>(view.position), 0) / kDecodeKeys;
+  return BlockOfAny(params, blocks, view.position - FirstPosition(params.seqs));
+}
+
 // The new rows of one part, which takes in blocks first_block .. end_block - 1: for each of its tokens a row of K and
 // one of V, each moved by one warp. Made before the query is loaded, so that all loads are on their way together.
 template <class Traits>
@@ -65,13 +73,6 @@ class NewRows {
         first_block_(first_block),
         end_block_(end_block),
         first_(Load(FirstItem())) {}
-
-  // The first block of the list that may have a new row among its keys.
-  __device__ int FirstBlock() const {
-    if (params_.append.key == nullptr) return INT_MAX;
-    if (!facts_.plain) return BlockOfAny(params_, blocks_, Position(0));
-    return max(static_cast<int>(view_.position), 0) / kDecodeKeys;
-  }
 
   // layer: the sequence's. s_row: kDim floats of the warp's own. turns: of the pairs of the only token, or null. The
   // block may read the stored rows after its next barrier.

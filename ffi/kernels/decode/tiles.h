@@ -36,6 +36,11 @@ constexpr int kMaxSharedBytes = (kBlocks == 3      ? 74
                                                    : 162) *
                                 1024;
 
+// sm90: two blocks on an SM, whose rings have nearly all of its memory. 8 rows or more a copy: see Copy in
+// mainloop_sm90.cuh.
+constexpr int kResidentSm90 = 2;
+constexpr int kRingBytesSm90 = 102 * 1024;
+
 constexpr int kMergeThreads = 256;  // of a block of the merge
 
 }  // namespace turboattn::decode

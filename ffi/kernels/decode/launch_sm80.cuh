@@ -1,6 +1,6 @@
 // Grids and shared memory of the decode kernels.
-#ifndef TURBOATTN_KERNELS_DECODE_LAUNCH_CUH_
-#define TURBOATTN_KERNELS_DECODE_LAUNCH_CUH_
+#ifndef TURBOATTN_KERNELS_DECODE_LAUNCH_SM80_CUH_
+#define TURBOATTN_KERNELS_DECODE_LAUNCH_SM80_CUH_
 
 #include <algorithm>
 #include <climits>
@@ -37,29 +37,59 @@ inline CallFacts FactsOf(const PagedAttentionParams& params) {
   return facts;
 }
 
+// The grid of a kernel whose blocks share a list: as many as the card holds.
+template <class Traits, class Kernel>
+cudaError_t GridOf(const PagedAttentionParams& params, Kernel kernel, int bytes, int* blocks) {
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  int device = 0, multiprocessors = 0, resident = 0;
+  if (error == cudaSuccess) error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, Traits::kBlockThreads, bytes);
+  }
+  if (error != cudaSuccess) return error;
+  *blocks = static_cast<int>(std::min<int64_t>(static_cast<int64_t>(multiprocessors) * resident, kMaxDecodeBlocks));
+  // Sequences, tokens and a token's rows are counted in 32 bits.
+  const int64_t most_rows = params.seqs.num_tokens * params.num_heads / params.cache.num_kv_heads;
+  if (*blocks == 0 || std::max(params.seqs.batch, most_rows) > INT_MAX - Traits::kBlockThreads) {
+    return cudaErrorInvalidConfiguration;
+  }
+  return cudaSuccess;
+}
+
+// After the kernel of `blocks` blocks. A unit of several parts has one block that has its first. Fixed parts: their
+// slots are dealt out. No sequence: one block that finds nothing.
+template <class Traits>
+cudaError_t LaunchMerge(const PagedAttentionParams& params, const CallFacts& facts, int blocks, bool dependently,
+                        cudaStream_t stream) {
+  const int64_t merging =
+      params.batch_invariant ? std::clamp<int64_t>(params.plan.slots, 1, kMaxDecodeBlocks / 2) : blocks;
+  cudaLaunchAttribute dependent;
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  const int64_t q_len = params.seqs.uniform_q_len > 0 ? params.seqs.uniform_q_len : facts.decode_q_len;
+  const int64_t rows = q_len * facts.group;
+  config.gridDim = dim3(static_cast<unsigned>(merging), static_cast<unsigned>(std::min<int64_t>(rows, Traits::kRows)));
+  config.blockDim = dim3(kMergeThreads);
+  config.stream = stream;
+  config.attrs = &dependent;
+  config.numAttrs = dependently ? 1 : 0;
+  return cudaLaunchKernelEx(&config, &MergeSm80<Traits>, params, facts);
+}
+
 template <class Traits>
 cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) {
   constexpr int kBytes = sizeof(SharedSm80<Traits>);
   static_assert(kBytes <= kMaxSharedBytes<Traits::kBlocks, Traits::kDim>);
   const auto kernel = &DecodeSm80<Traits>;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  int device = 0, multiprocessors = 0, major = 0, resident = 0;
+  int blocks = 0, device = 0, major = 0;
+  cudaError_t error = GridOf<Traits>(params, kernel, kBytes, &blocks);
   if (error == cudaSuccess) error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  }
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error == cudaSuccess) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, Traits::kThreads, kBytes);
-  }
   if (error != cudaSuccess) return error;
-  const int blocks =
-      static_cast<int>(std::min<int64_t>(static_cast<int64_t>(multiprocessors) * resident, kMaxDecodeBlocks));
-  // Sequences, tokens and a token's rows are counted in 32 bits.
-  const int64_t most_rows = params.seqs.num_tokens * params.num_heads / params.cache.num_kv_heads;
-  if (blocks == 0 || std::max(params.seqs.batch, most_rows) > INT_MAX - Traits::kThreads) {
-    return cudaErrorInvalidConfiguration;
-  }
   // Clusters and dependent launches: code for older cards does neither, and may run on newer ones.
   cudaFuncAttributes code;
   error = cudaFuncGetAttributes(&code, kernel);
@@ -99,23 +129,7 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   kernel<<<blocks, Traits::kThreads, kBytes, stream>>>(params, facts);
   error = cudaGetLastError();
   if (error != cudaSuccess) return error;
-  // A unit of several parts has one block that has its first. Fixed parts: their slots are dealt out. No sequence: one
-  // block that finds nothing.
-  const int64_t merging = params.batch_invariant
-                              ? std::clamp<int64_t>(params.plan.slots, 1, 2 * static_cast<int64_t>(multiprocessors))
-                              : blocks;
-  cudaLaunchAttribute dependent;
-  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  dependent.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  const int64_t q_len = params.seqs.uniform_q_len > 0 ? params.seqs.uniform_q_len : facts.decode_q_len;
-  const int64_t rows = q_len * facts.group;
-  config.gridDim = dim3(static_cast<unsigned>(merging), static_cast<unsigned>(std::min<int64_t>(rows, Traits::kRows)));
-  config.blockDim = dim3(kMergeThreads);
-  config.stream = stream;
-  config.attrs = &dependent;
-  config.numAttrs = hopper ? 1 : 0;
-  return cudaLaunchKernelEx(&config, &MergeSm80<Traits>, params, facts);
+  return LaunchMerge<Traits>(params, facts, blocks, hopper, stream);
 }
 
 template <DType kE, DType kKv, int kHeadDim>
@@ -129,4 +143,4 @@ cudaError_t Launch(const PagedAttentionParams& params, cudaStream_t stream) {
 
 }  // namespace turboattn::decode
 
-#endif  // TURBOATTN_KERNELS_DECODE_LAUNCH_CUH_
+#endif  // TURBOATTN_KERNELS_DECODE_LAUNCH_SM80_CUH_
