@@ -10,6 +10,15 @@ namespace turboattn {
 template <class Params>
 using CudaLaunch = cudaError_t(const Params&, cudaStream_t);
 
+// Whether the current device is the card that code for sm_90a is for.
+inline bool DeviceIsSm90() {
+  int device = 0, major = 0, minor = 0;
+  return cudaGetDevice(&device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess && major == 9 &&
+         minor == 0;
+}
+
 }  // namespace turboattn
 
 #endif  // TURBOATTN_CORE_CUDA_LAUNCH_H_

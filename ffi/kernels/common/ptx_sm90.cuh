@@ -83,6 +83,11 @@ __device__ __forceinline__ void ArriveInCluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// One arrival, of those that the barrier was made for, when the thread's cp.async so far have landed.
+__device__ __forceinline__ void ArriveAfterCopies(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier)) : "memory");
+}
+
 // Arrives, and holds the phase open until `bytes` bytes of tensor copies have landed.
 __device__ __forceinline__ void ArriveExpecting(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)), "r"(bytes)
@@ -149,16 +154,7 @@ __device__ __forceinline__ void CopyBox4(uint32_t to, const CUtensorMap* map, ui
       : "memory");
 }
 
-__device__ __forceinline__ void CopyBox3(uint32_t to, const CUtensorMap* map, uint64_t* barrier, int c0, int c1,
-                                         int c2) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
-          to),
-      "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2)
-      : "memory");
-}
-
-// CopyBox4 into every block of the cluster that `blocks` has a bit of, and each one's barrier.
+// The same into every block of the cluster that `blocks` has a bit of, and each one's barrier.
 __device__ __forceinline__ void CopyBox4ToCluster(uint32_t to, const CUtensorMap* map, uint64_t* barrier, int c0,
                                                   int c1, int c2, int c3, uint16_t blocks) {
   asm volatile(
@@ -177,8 +173,6 @@ __device__ __forceinline__ void CopyBytes(uint32_t to, const void* from, int byt
 
 // Ordinary stores to shared memory before it are seen by tensor copies and wgmma after a following barrier.
 __device__ __forceinline__ void FenceAsyncProxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// The same for stores to any memory.
-__device__ __forceinline__ void FenceAsyncProxyAll() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // ---- register budgets, by whole warpgroups
 

@@ -34,8 +34,7 @@ __device__ void FillPart(const PagedAttentionParams& params, const CallFacts& fa
 
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
-    DecodeSm90(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts facts,
-               const __grid_constant__ TensorMaps maps) {
+    DecodeSm90(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts facts) {
   using E = typename Traits::E;
   constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kThreads = Traits::kThreads, kConsumers = 1;  // a barrier
   extern __shared__ __align__(1024) unsigned char s_bytes_sm90[];
@@ -46,7 +45,7 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
   const bool fixed_parts = params.batch_invariant;
   if (threadIdx.x == kThreads) {
     for (int i = 0; i < Traits::kSteps; ++i) {
-      InitBarrier(&shared.full[i], 1);
+      InitBarrier(&shared.full[i], 1 + kWarp);
       InitBarrier(&shared.empty[i], kWarps);
     }
     for (int i = 0; i < kParts; ++i) {
@@ -54,7 +53,6 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
       InitBarrier(&shared.done[i], kWarps);
     }
     InitBarrier(&shared.stored, kThreads);
-    FenceBarrierInit();
   }
 
   // A schedule knows the block's part of the list. Else the block finds it.
@@ -106,7 +104,7 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
   __syncthreads();
 
   if (position < end && threadIdx.x >= kThreads) {
-    CopierSm90<Traits> copier{params, facts, maps, shared};
+    CopierSm90<Traits> copier(params, facts, shared);
     const bool first_lane = threadIdx.x == kThreads;
     b = parts[0].b;
     share = parts[0].share;
@@ -170,7 +168,6 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
       SyncNamed(kConsumers, kThreads);
       if (params.append.key != nullptr) {
         new_rows.Store(params.seqs.layer[b], shared.new_row(), one_token && facts.same_rope ? shared.turns() : nullptr);
-        FenceAsyncProxyAll();
         Arrive(&shared.stored);
       }
       if (PrologueOf(params) != nullptr) {
@@ -195,7 +192,7 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
         MakeCodeQuery<Traits>(shared.query(), shared.code_query, rows);
         SyncNamed(kConsumers, kThreads);
       }
-      MainloopSm90<Traits> mainloop(params, maps, shared, part, place);
+      MainloopSm90<Traits> mainloop(params, shared, part, place);
       mainloop.TakeQuery();
       mainloop.Run();
 
@@ -216,7 +213,6 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
         place.Next();
       }
       mainloop.Publish(output(warp), shared.states);
-      FenceAsyncProxy();
       SyncNamed(kConsumers, kThreads);
 
       const int within = part.within, blocks = part.share.blocks;

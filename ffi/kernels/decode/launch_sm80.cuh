@@ -5,8 +5,10 @@
 #include <algorithm>
 #include <climits>
 #include <tuple>
+#include <utility>
 
 #include "core/cuda_launch.h"
+#include "core/registry.h"
 #include "kernels/decode/kernel.cuh"
 
 namespace turboattn::decode {
@@ -132,15 +134,29 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   return LaunchMerge<Traits>(params, facts, blocks, hopper, stream);
 }
 
+// Whether there is a workspace and pages that the kernels take.
+inline bool CanLaunch(const PagedAttentionParams& params) {
+  const bool has_room = params.new_schedule != nullptr || params.workspace.bytes >= params.plan.workspace_bytes;
+  return has_room && HasGroups(params.cache);
+}
+inline bool IsEmpty(const PagedAttentionParams& params) { return params.seqs.num_tokens == 0 || params.num_heads == 0; }
+
+namespace sm80 {
+
 template <DType kE, DType kKv, int kHeadDim>
 cudaError_t Launch(const PagedAttentionParams& params, cudaStream_t stream) {
-  const bool has_room = params.new_schedule != nullptr || params.workspace.bytes >= params.plan.workspace_bytes;
-  if (!has_room || !HasGroups(params.cache)) return cudaErrorInvalidValue;
-  if (params.seqs.num_tokens == 0 || params.num_heads == 0) return cudaSuccess;
+  if (!CanLaunch(params)) return cudaErrorInvalidValue;
+  if (IsEmpty(params)) return cudaSuccess;
   return params.plan.row_tile == 8 ? LaunchTile<TraitsSm80<kE, kKv, kHeadDim, 8>>(params, stream)
                                    : LaunchTile<TraitsSm80<kE, kKv, kHeadDim, 16>>(params, stream);
 }
 
+template <DType kE, DType kKv, int kHeadDim>
+Kernel MakeKernel(KernelDesc desc) {
+  return {std::move(desc), &Launch<kE, kKv, kHeadDim>};
+}
+
+}  // namespace sm80
 }  // namespace turboattn::decode
 
 #endif  // TURBOATTN_KERNELS_DECODE_LAUNCH_SM80_CUH_

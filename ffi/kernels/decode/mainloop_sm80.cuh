@@ -176,20 +176,12 @@ struct MainloopSm80 : WarpProducts<Traits> {
     if (next_present) next_entry = (run == kOwnRun ? own_pages : params.seqs.prefix_pages)[j >> facts.page_shift];
   }
 
-  // PagedKeys::Group() of key j, in 32 bits: those of its result.
-  __device__ int GroupAt(int j, int32_t entry) const {
-    if (static_cast<unsigned>(layer) >= facts.layers || static_cast<unsigned>(entry) >= facts.pages) return kNoGroup;
-    const unsigned page = layer * static_cast<unsigned>(params.cache.num_pages) + entry;
-    const unsigned page_head = page * static_cast<unsigned>(params.cache.num_kv_heads) + head;
-    return static_cast<int>((page_head << (facts.page_shift - 3)) + ((j & ((1 << facts.page_shift) - 1)) >> 3));
-  }
-
   // K and V of a step into the ring, or nothing past the last step; one group of copies either way.
   __device__ void Load(int step) {
     mapped >>= 2;
     if (step < num_blocks) {
       if (step % kLookUp == 0) {
-        group = next_present ? GroupAt(FirstKey(step + lane / 2) + lane % 2 * 8, next_entry) : kNoGroup;
+        group = next_present ? GroupOfPage(params, facts, layer, next_entry, head, FirstKey(step + lane / 2) + lane % 2 * 8) : kNoGroup;
         LookUp(step + kLookUp);
       }
       const int local = step % kLookUp * 2;

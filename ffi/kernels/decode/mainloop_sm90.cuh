@@ -3,8 +3,6 @@
 #ifndef TURBOATTN_KERNELS_DECODE_MAINLOOP_SM90_CUH_
 #define TURBOATTN_KERNELS_DECODE_MAINLOOP_SM90_CUH_
 
-#include <cuda.h>
-
 #include <cstdint>
 
 #include "kernels/common/ptx_sm90.cuh"
@@ -13,11 +11,6 @@
 #include "kernels/decode/traits.h"
 
 namespace turboattn::decode {
-
-struct TensorMaps {
-  CUtensorMap key, value;  // [panels of a row, rows of the pool, elements of a panel]
-  int box_shift;           // a box has 2^box_shift rows of a (page, head)
-};
 
 // A part of a unit, as the copying warp found it. b < 0: the block has no more.
 struct Part {
@@ -77,82 +70,73 @@ struct RingPlace {
 
 enum WaitName { kWaitFull = 1, kWaitEmpty, kWaitFound, kWaitDone, kWaitStored, kWaitOutputs };
 
-// The copies of one part, by one warp.
+// The copies of a part, by one warp: each lane looks up one group of 8 keys of 32, and copies one chunk of every
+// kRowsPerCopy-th row.
 template <class Traits>
 struct CopierSm90 {
-  static constexpr int kSteps = Traits::kSteps;
+  static constexpr int kSteps = Traits::kSteps, kStoredChunks = Traits::kStoredChunks, kKeyTiles = Traits::kKeyTiles;
   static constexpr bool kRowParams = Traits::kParamBytes > 0;
+  static constexpr int kRowsPerCopy = kWarp / kStoredChunks, kGroupBytes = 8 * Traits::kStoredBytes;
+  static constexpr int kGroups = kDecodeKeys / 8, kBatch = kWarp / kGroups;  // of a block; blocks looked up together
+  static_assert(kRowsPerCopy <= 8 && kBatch % kKeyTiles == 0);
 
   const PagedAttentionParams& params;
   const CallFacts& facts;
-  const TensorMaps& maps;
   SharedSm90<Traits>& shared;
   const int lane = threadIdx.x % kWarp;
+  const char* copy_from[2];  // of K and V, of group 0
+  const char* params_from;
+  uint32_t copy_to;  // in the ring's first step
   RingPlace<kSteps> place = {};
   uint32_t stored_phase = 0;
 
-  // The table's entry for the box at key j of the list's block, or -1.
-  __device__ int32_t Entry(const Part& part, const int32_t* own_pages, int block, int within) const {
+  __device__ CopierSm90(const PagedAttentionParams& params, const CallFacts& facts, SharedSm90<Traits>& shared)
+      : params(params), facts(facts), shared(shared) {
+    const int row = lane / kStoredChunks, chunk = lane % kStoredChunks, from = row * Traits::kStoredBytes + chunk * 16;
+    copy_from[0] = static_cast<const char*>(params.cache.key) + from;
+    copy_from[1] = static_cast<const char*>(params.cache.value) + from;
+    params_from = static_cast<const char*>(lane < 16 ? params.cache.key_params : params.cache.value_params);
+    copy_to = Opaque(SharedAddress(shared.tile) + SwizzledChunk<kStoredChunks>(row, chunk) * 16);
+  }
+
+  // The page of the lane's group in block `block` of the part, and in the next, as the table has it; -1: none.
+  __device__ int32_t Entry(const Part& part, const int32_t* own_pages, int block) const {
     if (block >= part.Keyed()) return -1;
     const int run = part.blocks.RunOf(part.first_block + block);
-    const int j = part.blocks.FirstKey(part.first_block + block) + within;
-    if (!part.blocks.seen[run].Meets(j, 1 << maps.box_shift)) return -1;
+    const int j = part.blocks.FirstKey(part.first_block + block) + lane % kGroups * 8;
+    if (!part.blocks.seen[run].Meets(j, 8)) return -1;
     return (run == kOwnRun ? own_pages : params.seqs.prefix_pages)[j >> facts.page_shift];
   }
 
-  // A lane looks up one box of 32, and copies it when its step's place is free.
   __device__ void CopyPart(const Part& part) {
-    const int boxes_shift = kLogDecodeKeys - maps.box_shift;  // 2^boxes_shift of them are a block of the list
-    const int batch = kWarp >> boxes_shift;                   // blocks that are looked up together
-    const int my_block = lane >> boxes_shift, within = (lane & ((1 << boxes_shift) - 1)) << maps.box_shift;
     const int32_t layer = params.seqs.layer[part.b];
     const int32_t* own_pages = params.seqs.page_table + int64_t{part.b} * static_cast<int>(params.seqs.max_pages);
     const int num_blocks = part.Keyed();
     bool waits = params.append.key != nullptr;
-    int32_t entry = Entry(part, own_pages, my_block, within);
+    int32_t entry = Entry(part, own_pages, lane / kGroups);
 #pragma unroll 1
-    for (int base = 0; base < num_blocks; base += batch) {
-      const bool mine = static_cast<unsigned>(layer) < facts.layers && static_cast<unsigned>(entry) < facts.pages;
-      int row = 0;
-      if (mine) {
-        const int key = part.blocks.FirstKey(part.first_block + base + my_block) + within;
-        const int page = layer * static_cast<int>(params.cache.num_pages) + entry;
-        row = ((page * static_cast<int>(params.cache.num_kv_heads) + part.head) << facts.page_shift) +
-              (key & ((1 << facts.page_shift) - 1));
-      }
-      const uint32_t mapped = __ballot_sync(~0u, mine);
-      entry = Entry(part, own_pages, base + batch + my_block, within);
+    for (int base = 0; base < num_blocks; base += kBatch) {
+      const int j = part.blocks.FirstKey(part.first_block + base + lane / kGroups) + lane % kGroups * 8;
+      const int group = GroupOfPage(params, facts, layer, entry, part.head, j);
+      const uint32_t mapped = __ballot_sync(~0u, group != kNoGroup);
+      entry = Entry(part, own_pages, base + kBatch + lane / kGroups);
 #pragma unroll 1
-      for (int block = base; block < min(base + batch, num_blocks); block += Traits::kKeyTiles) {
-        if (waits && block + Traits::kKeyTiles > part.new_block) {
+      for (int block = base; block < min(base + kBatch, num_blocks); block += kKeyTiles) {
+        if (waits && block + kKeyTiles > part.new_block) {
           WaitStored();
           waits = false;
         }
-        // Lane i: whether the step's keys 8 i to 8 i + 7 are mapped.
-        const int source = ((block - base) << boxes_shift) + (lane >> (3 - boxes_shift));
-        const uint32_t groups = __ballot_sync(~0u, lane < 8 * Traits::kKeyTiles && source < kWarp && (mapped >> source & 1u) != 0);
         WaitBarrier(&shared.empty[place.slot], place.phase ^ 1, kWaitEmpty);
         if (lane == 0) {
-          shared.mapped[place.slot] = groups;
-          constexpr int kGroupBytes = 2 * 8 * (Traits::kStoredBytes + (kRowParams ? 4 : 0));
-          ArriveExpecting(&shared.full[place.slot], __popc(groups) * kGroupBytes);
+          shared.mapped[place.slot] = mapped >> (block - base) * kGroups;
+          Arrive(&shared.full[place.slot]);
         }
-        __syncwarp();
-        const int t = base + my_block - block;
-        if (mine && t >= 0 && t < Traits::kKeyTiles) {
-          uint64_t* full = &shared.full[place.slot];
-          const int at = t * kDecodeKeys + within;
-          const uint32_t to = SharedAddress(shared.tile[place.slot][0]) + at * Traits::kStoredBytes;
-          CopyBox3(to, &maps.key, full, 0, row, 0);
-          CopyBox3(to + Traits::kArrayBytes, &maps.value, full, 0, row, 0);
-          if constexpr (kRowParams) {
-            const uint32_t params_to = SharedAddress(&shared.row_params[place.slot][0][at]);
-            const int bytes = 4 << maps.box_shift;
-            CopyBytes(params_to, static_cast<const uint32_t*>(params.cache.key_params) + row, bytes, full);
-            CopyBytes(params_to + Traits::kParamBytes, static_cast<const uint32_t*>(params.cache.value_params) + row,
-                      bytes, full);
-          }
+        // A part of an odd number of blocks ends with a block of zeros.
+#pragma unroll 1
+        for (int t = 0; t < kKeyTiles; ++t) {
+          CopyBlock(part, block + t, t, group, (block + t - base) * kGroups, mapped);
         }
+        ArriveAfterCopies(&shared.full[place.slot]);
         place.Next();
       }
     }
@@ -162,7 +146,58 @@ struct CopierSm90 {
     for (int i = 0; i < Traits::kOutputSteps; ++i) {
       WaitBarrier(&shared.empty[place.slot], place.phase ^ 1, kWaitOutputs);
       if (lane == 0) Arrive(&shared.full[place.slot]);
+      ArriveAfterCopies(&shared.full[place.slot]);
       place.Next();
+    }
+  }
+
+  // A block whose groups the lanes from first_lane on have, to be tile t of the step.
+  __device__ void CopyBlock(const Part& part, int block, int t, int group, int first_lane, uint32_t mapped) {
+    const int run = part.blocks.RunOf(part.first_block + block);
+    const int first_key = part.blocks.FirstKey(part.first_block + block);
+    const RunRange seen = part.blocks.seen[run];
+    const uint32_t to = copy_to + place.slot * (2 * Traits::kArrayBytes) + t * (kDecodeKeys * Traits::kStoredBytes);
+    if ((mapped >> first_lane & 0xffu) == 0xffu && seen.HoldsAll(first_key, kDecodeKeys)) {
+      Copy(to, t, group, first_lane, [](int, int) { return true; });
+      if constexpr (kRowParams) {
+        // 4 keys a lane.
+        const int of_lane = __shfl_sync(~0u, group, first_lane + lane % 16 / 2);
+        CopyAsync16(SharedAddress(&shared.row_params[place.slot][lane / 16][t * kDecodeKeys + lane % 16 * 4]),
+                    params_from + static_cast<int64_t>(of_lane) * 32 + lane % 2 * 16, true);
+      }
+    } else {
+      const auto exists = [&](int row, int of_row) { return of_row != kNoGroup && seen.Holds(first_key + row); };
+      Copy(to, t, group, first_lane, exists);
+      if constexpr (kRowParams) {
+#pragma unroll 1
+        for (int row = lane % 16; row < kDecodeKeys; row += 16) {
+          const int of_row = __shfl_sync(~0u, group, first_lane + row / 8);
+          const bool valid = exists(row, of_row);
+          CopyAsync4(SharedAddress(&shared.row_params[place.slot][lane / 16][t * kDecodeKeys + row]),
+                     valid ? params_from + static_cast<int64_t>(of_row) * 32 + row % 8 * 4 : params_from, valid);
+        }
+      }
+    }
+  }
+
+  // Zeros in place of rows that do not exist: exists(row of the block, its group).
+  template <class Exists>
+  __device__ void Copy(uint32_t to, int t, int group, int first_lane, Exists exists) {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int of_group = __shfl_sync(~0u, group, first_lane + g);
+#pragma unroll
+      for (int kv = 0; kv < 2; ++kv) {
+        const char* from = copy_from[kv] + static_cast<int64_t>(of_group) * kGroupBytes;
+#pragma unroll
+        for (int r = 0; r < 8; r += kRowsPerCopy) {
+          const bool valid = exists(8 * g + r + lane / kStoredChunks, of_group);
+          // Rows of 8 chunks and more: the low bits of a row's number turn the chunk's around.
+          const uint32_t turned = kStoredChunks >= 8 ? to ^ (r * 16) : to;
+          CopyAsync16(turned + kv * Traits::kArrayBytes + (8 * g + r) * Traits::kStoredBytes,
+                      valid ? from + r * Traits::kStoredBytes : static_cast<const char*>(params.cache.key), valid);
+        }
+      }
     }
   }
 
@@ -175,7 +210,7 @@ struct CopierSm90 {
 template <class Traits>
 struct MainloopSm90 : WarpProducts<Traits> {
   using Base = WarpProducts<Traits>;
-  using Base::kRowParams, Base::params, Base::rule, Base::lane, Base::warp, Base::layout;
+  using Base::kRowParams, Base::params, Base::rule, Base::lane, Base::warp;
   static constexpr int kSteps = Traits::kSteps, kKeyTiles = Traits::kKeyTiles, kColumns = Traits::kColumns;
   static constexpr int kBlockBytes = kDecodeKeys * Traits::kStoredBytes;
 
@@ -186,48 +221,33 @@ struct MainloopSm90 : WarpProducts<Traits> {
   int common_begin, common_end;  // blocks of the part whose keys of this warp all rows see, in the sequence's own run
   uint32_t key_fragment, value_fragment;  // in the ring's first step
 
-  __device__ MainloopSm90(const PagedAttentionParams& params, const TensorMaps& maps, SharedSm90<Traits>& shared,
-                          const Part& part, RingPlace<kSteps>& place)
+  __device__ MainloopSm90(const PagedAttentionParams& params, SharedSm90<Traits>& shared, const Part& part,
+                          RingPlace<kSteps>& place)
       : Base(params, shared, part.b, part.head),
         shared(shared),
         part(part),
         place(place),
         rows_differ(part.share.q_len > 1 || part.view.has_tree) {
-    layout.box_shift = maps.box_shift;
-    layout.panel_bytes = 128 << maps.box_shift;
-    layout.first_row = warp * kWarpKeys;
     const RunRange common = part.blocks.common[kOwnRun];
     const int first = part.blocks.first[kOwnRun] + part.first_block - part.blocks.count[0];
     const int lo = static_cast<int>((common.lo + (kWarpKeys - 1u)) / kWarpKeys), hi = common.hi / kWarpKeys;
     common_begin = ::max(((lo - warp + kWarps - 1) >> 2) - first, part.blocks.count[0] - part.first_block);
     common_end = ((hi - warp - 1) >> 2) - first + 1;
     static_assert(kWarps == 4);
-    const uint32_t tiles = SharedAddress(shared.tile);
-    key_fragment = Opaque(tiles + layout.Chunk(lane % 16, lane / 16));
-    value_fragment = Traits::kArrayBytes +
-                     (Traits::kQuantised
-                          ? key_fragment
-                          : Opaque(tiles + layout.Chunk(lane / 16 * 8 + lane % 8, lane / 8 % 2)));
+    const uint32_t tiles = SharedAddress(shared.tile) + warp * Traits::kTileBytes;
+    key_fragment = Opaque(tiles + SwizzledChunk<Traits::kStoredChunks>(lane % 16, lane / 16) * 16);
+    value_fragment =
+        Traits::kArrayBytes +
+        (Traits::kQuantised
+             ? key_fragment
+             : Opaque(tiles + SwizzledChunk<Traits::kStoredChunks>(lane / 16 * 8 + lane % 8, lane / 8 % 2) * 16));
   }
 
-  // The keys of a tile that some row may not see: masks, and zeros in place of values that none of them sees. False: no
-  // value of the head is finite, see TakeOutElements.
+  // The keys of a tile that some row may not see, as in MainloopSm80. False: no value of the head is finite.
   __device__ bool LookAt(const WarpTile& tile, int block, uint32_t groups, float (&s)[kColumns][4]) {
-    const bool exists = block < part.Keyed();
-    if (!exists) {
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) s[n][0] = s[n][1] = s[n][2] = s[n][3] = -Infinity();
-      ZeroUnseen(tile, [](int) { return false; });
-      return true;
-    }
-    const KeyBlockView view =
-        BlockViewOf(params, part.view, part.blocks, part.first_block + block, warp, groups);
+    const KeyBlockView view = BlockViewOf(params, part.view, part.blocks, part.first_block + block, warp, groups);
     const bool partial = groups != 3u || block < common_begin || block >= common_end;
     if (partial || rule.modified) this->ModifyAndMask(view, partial, s);
-    if (partial) {
-      const RunRange seen = part.blocks.seen[view.run_index];
-      ZeroUnseen(tile, [&](int key) { return (groups >> key / 8 & 1u) != 0 && seen.Holds(view.first_key + key); });
-    }
     const bool look = (partial && rows_differ) || this->ValuesAreNotFinite();
     if (!look) return true;
     if constexpr (kRowParams) {
@@ -236,21 +256,6 @@ struct MainloopSm90 : WarpProducts<Traits> {
     } else {
       return this->TakeOutElements(view, tile);
     }
-  }
-
-  template <class IsSeen>
-  __device__ void ZeroUnseen(const WarpTile& tile, IsSeen is_seen) {
-#pragma unroll 1
-    for (int i = lane; i < kWarpKeys * Traits::kStoredChunks; i += kWarp) {
-      const int key = i / Traits::kStoredChunks;
-      if (!is_seen(key)) *this->ValueChunk(tile, key, i % Traits::kStoredChunks) = {0, 0, 0, 0};
-    }
-    if constexpr (kRowParams) {
-      uint32_t* const of_row = lane < kWarpKeys ? tile.params[0] : tile.params[1];
-      if (!is_seen(lane % kWarpKeys)) of_row[lane % kWarpKeys] = 0;
-    }
-    FenceAsyncProxy();
-    __syncwarp();
   }
 
   // With the query in registers.
@@ -266,7 +271,7 @@ struct MainloopSm90 : WarpProducts<Traits> {
         const int row = t * kDecodeKeys + warp * kWarpKeys;
         tiles[t] = {key_fragment + from,
                     value_fragment + from,
-                    shared.tile[place.slot][1] + t * kBlockBytes,
+                    shared.tile[place.slot][1] + row * Traits::kStoredBytes,
                     {&shared.row_params[place.slot][0][kRowParams ? row : 0],
                      &shared.row_params[place.slot][1][kRowParams ? row : 0]}};
       }

@@ -137,10 +137,19 @@ __device__ void MakeCodeQuery(typename Traits::E* s_query, CodeQuery<Traits::kRo
 
 // 16 keys of a warp and their values in shared memory.
 struct WarpTile {
-  uint32_t key, value;    // ldmatrix: chunk 0 or 1 of a row of K and of V, this lane's
-  unsigned char* values;  // see Traits::Layout
+  uint32_t key, value;    // ldmatrix: chunk 0 or 1 of a row of K and of V, this lane's. Two chunks on is at ^ 32.
+  unsigned char* values;  // rows of swizzled chunks
   uint32_t* params[2];    // (scale, zero) pairs of keys and of values
 };
+
+// PagedKeys::Group() of key j, in 32 bits: those of its result.
+__device__ inline int GroupOfPage(const PagedAttentionParams& params, const CallFacts& facts, int32_t layer,
+                                  int32_t entry, int head, int j) {
+  if (static_cast<unsigned>(layer) >= facts.layers || static_cast<unsigned>(entry) >= facts.pages) return kNoGroup;
+  const unsigned page = layer * static_cast<unsigned>(params.cache.num_pages) + entry;
+  const unsigned page_head = page * static_cast<unsigned>(params.cache.num_kv_heads) + head;
+  return static_cast<int>((page_head << (facts.page_shift - 3)) + ((j & ((1 << facts.page_shift) - 1)) >> 3));
+}
 
 // A warp's keys in block `block` of a list; groups: which of its two groups of 8 are mapped.
 __device__ inline KeyBlockView BlockViewOf(const PagedAttentionParams& params, const SequenceView& view,
@@ -176,7 +185,6 @@ struct WarpProducts {
   const ScoreRule rule;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  typename Traits::Layout layout;
 
   uint2 q[kColumns][kDim / 16];  // B fragments, where there are registers for them
   float o[kTiles][kColumns][4];
@@ -246,15 +254,6 @@ struct WarpProducts {
     return {row.scale, fmaf(row.scale, static_cast<float>(Codes::kMiddle), row.zero)};
   }
 
-  // Where chunk 2 i, or 2 i + 1, is that the lane loads.
-  __device__ uint32_t Chunks(uint32_t fragment, int i) const {
-    if constexpr (Traits::kPanels) {
-      return (i < 4 ? fragment : fragment + layout.panel_bytes) ^ (32 * (i % 4));
-    } else {
-      return fragment ^ (32 * i);
-    }
-  }
-
   // s = K Q^T of a tile. A product waits for the one before it that adds to the same sums: there are two tiles of
   // them, if need be both of the same columns.
   __device__ void MultiplyKeys(const WarpTile& tile, float (&s)[kColumns][4]) {
@@ -264,7 +263,7 @@ struct WarpProducts {
 #pragma unroll
       for (int chunk = 0; chunk < kStoredChunks; chunk += 2) {
         uint32_t x[4];
-        LoadMatrix4(x, Chunks(tile.key, chunk / 2));
+        LoadMatrix4(x, tile.key ^ (16 * chunk));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t low[kPairs], high[kPairs];
@@ -286,7 +285,7 @@ struct WarpProducts {
 #pragma unroll
       for (int k = 0; k < kDim / 16; ++k) {
         uint32_t a[4];
-        LoadMatrix4(a, Chunks(tile.key, k));
+        LoadMatrix4(a, tile.key ^ (32 * k));
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
           const uint2 query = Query(n, k);
@@ -344,7 +343,7 @@ struct WarpProducts {
 #pragma unroll
       for (int chunk = 0; chunk < kStoredChunks; chunk += 2) {
         uint32_t x[4];
-        LoadMatrix4Transposed(x, Chunks(tile.value, chunk / 2));
+        LoadMatrix4Transposed(x, tile.value ^ (16 * chunk));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           uint32_t first[kPairs], second[kPairs];  // of keys 2 c, 2 c + 1 and of 2 c + 8, 2 c + 9
@@ -369,7 +368,7 @@ struct WarpProducts {
 #pragma unroll
       for (int d = 0; d < kDim / 16; ++d) {
         uint32_t a[4];
-        LoadMatrix4Transposed(a, Chunks(tile.value, d));
+        LoadMatrix4Transposed(a, tile.value ^ (32 * d));
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) Mma<Operand>(o[d][n], a, p[n][0], p[n][1]);
       }
@@ -526,8 +525,8 @@ struct WarpProducts {
   }
 
   // Chunk `chunk` of a value of the tile.
-  __device__ uint4* ValueChunk(const WarpTile& tile, int key, int chunk) const {
-    return reinterpret_cast<uint4*>(tile.values + layout.Chunk(key, chunk));
+  __device__ static uint4* ValueChunk(const WarpTile& tile, int key, int chunk) {
+    return reinterpret_cast<uint4*>(tile.values) + SwizzledChunk<kStoredChunks>(key, chunk);
   }
 
   // 16 bits and fp8. False: fp8 with a scale of Inf or NaN, no value is left to multiply.

@@ -42,11 +42,6 @@ struct TraitsSm80 {
   static constexpr bool kQueryInRegisters = kDim * kRows <= 2048;  // the rest of them are the output's
   static constexpr int kTileBytes = kWarpKeys * kStoredBytes;
   static constexpr int kKeyTiles = 1;  // of a warp's step
-  static constexpr bool kPanels = false;
-  // Where chunk `chunk` of row `row` of a warp's tile is.
-  struct Layout {
-    __device__ static int Chunk(int row, int chunk) { return SwizzledChunk<kStoredChunks>(row, chunk) * 16; }
-  };
   static_assert(kKv == kEType || IsQuantised(kKv));
   static constexpr int kBlockThreads = kThreads;
 };
@@ -70,23 +65,6 @@ struct TraitsSm90 : TraitsSm80<kEType, kKv, kHeadDim, kRowTile> {
   static constexpr int kStepOutputs = 2 * kArrayBytes / kOutputBytes < kWarps ? 2 * kArrayBytes / kOutputBytes : kWarps;
   static constexpr int kOutputSteps = (kWarps + kStepOutputs - 1) / kStepOutputs;
   static_assert(kOutputSteps < kSteps);
-  // Rows of 256 bytes lie in two panels of 128, as the 128-byte swizzle has it: those of one copy, then those of the next.
-  static constexpr bool kPanels = kStoredBytes > 128;
-  struct Layout {
-    int box_shift;  // a copy has 2^box_shift rows
-    int panel_bytes;
-    int first_row;  // of the warp's
-
-    __device__ int Chunk(int tile_row, int chunk) const {
-      const int row = first_row + tile_row;
-      if constexpr (kPanels) {
-        const int box = row >> box_shift << box_shift;
-        return box * kStoredBytes + (chunk >> 3) * panel_bytes + (row - box) * 128 + ((chunk & 7) ^ (row & 7)) * 16;
-      } else {
-        return SwizzledChunk<kStoredBytes / 16>(row, chunk) * 16;
-      }
-    }
-  };
 };
 
 }  // namespace turboattn::decode

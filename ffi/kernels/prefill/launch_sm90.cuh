@@ -12,16 +12,52 @@
 
 #include "core/cuda_launch.h"
 #include "core/registry.h"
-#include "core/tensor_map.h"
 #include "kernels/prefill/kernel_sm90.cuh"
 
 namespace turboattn::prefill {
+
+// The driver's encoder, found at run time: the module must import where there is no driver.
+inline cudaError_t EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data, const int64_t (&sizes)[4],
+                                   const int64_t (&strides)[3], const int (&box)[4]) {
+  // A box's rows, of 128 bytes or, of codes, less, are swizzled over their own length.
+  const bool codes = IsQuantised(dtype);
+  const CUtensorMapSwizzle swizzle = !codes || box[0] == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : box[0] == 64          ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                             : CU_TENSOR_MAP_SWIZZLE_32B;
+  using Encode = CUresult(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                          const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                          CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  static void* const encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? found : nullptr;
+  }();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  cuuint64_t size[4], stride[3];
+  cuuint32_t box_size[4], step[4];
+  for (int i = 0; i < 4; ++i) {
+    size[i] = static_cast<cuuint64_t>(std::max<int64_t>(sizes[i], 1));  // nothing of an empty tensor is copied
+    box_size[i] = static_cast<cuuint32_t>(box[i]);
+    step[i] = 1;
+    if (i < 3) stride[i] = static_cast<cuuint64_t>(strides[i]);
+  }
+  const CUresult result = reinterpret_cast<Encode*>(encode)(
+      map,
+      codes                       ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+      : dtype == DType::kBfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      4, const_cast<void*>(data), size, stride, box_size, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
 
 // Query rows of one kv head: [tokens, K, G, D], a box is a tile's rows.
 template <class Traits, class Params>
 cudaError_t EncodeQuery(const Params& params, CUtensorMap* map) {
   const int64_t heads = params.num_heads, kv_heads = KvHeadsOf(params), group = heads / kv_heads, dim = Traits::kDim;
-  return EncodeTensorMap<4>(map, Traits::kDType, params.query, {dim, group, kv_heads, QueryRows(params)},
+  return EncodeTensorMap(map, Traits::kDType, params.query, {dim, group, kv_heads, QueryRows(params)},
                          {dim * 2, group * dim * 2, heads * dim * 2},
                          {64, static_cast<int>(group), 1, static_cast<int>(Traits::kRows / group)});
 }
@@ -34,7 +70,7 @@ cudaError_t EncodeKeys(const LinearAttentionParams& params, const void* array, i
   const int64_t kv_heads = params.num_kv_heads, batch = params.ragged ? 1 : params.batch;
   const int64_t keys = std::max<int64_t>(params.num_keys, 1);
   *box_keys = share;
-  return EncodeTensorMap<4>(map, Traits::kDType, array != nullptr ? array : params.query, {dim, kv_heads, keys, batch},
+  return EncodeTensorMap(map, Traits::kDType, array != nullptr ? array : params.query, {dim, kv_heads, keys, batch},
                          {dim * 2, kv_heads * dim * 2, keys * kv_heads * dim * 2}, {64, 1, *box_keys, 1});
 }
 
@@ -46,7 +82,7 @@ cudaError_t EncodeKeys(const PagedAttentionParams& params, const void* array, in
   int box = 8;  // the largest power of two that divides both
   while (box < cache.page_size && share % (2 * box) == 0) box *= 2;
   *box_keys = box;
-  return EncodeTensorMap<4>(map, Traits::kKvDType, array != nullptr ? array : params.query,
+  return EncodeTensorMap(map, Traits::kKvDType, array != nullptr ? array : params.query,
                          {elements, cache.page_size, cache.num_kv_heads, cache.num_layers * cache.num_pages},
                          {bytes, cache.page_size * bytes, cache.num_kv_heads * cache.page_size * bytes},
                          {Traits::kQuantised ? Traits::kStoredBytes : 64, box, 1, 1});
@@ -190,13 +226,7 @@ inline int64_t RowsToCopy(const PagedAttentionParams& params) {
 // Everything on the card that the family is compiled for.
 template <class Params>
 bool SuitsSm90(const Params& params) {
-  int device = 0, major = 0, minor = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
-    return false;
-  }
-  return major == 9 && minor == 0 && std::max(RowsToCopy(params), QueryRows(params)) <= INT_MAX;
+  return DeviceIsSm90() && std::max(RowsToCopy(params), QueryRows(params)) <= INT_MAX;
 }
 
 namespace sm90 {
