@@ -68,11 +68,9 @@ set(TURBOATTN_KERNEL_MATRIX
 
   "copy_pages|simt|any|any|any|any"
 
-  "decode|sm90|128|128|bf16|bf16"
   "decode|sm90|128|128|bf16|int8"
   "decode|sm90|128|128|bf16|int4"
   "decode|sm90|128|128|bf16|fp8"
-  "decode|sm90|128|128|fp16|fp16"
   "decode|sm90|128|128|fp16|int8"
   "decode|sm90|128|128|fp16|int4"
   "decode|sm90|128|128|fp16|fp8"

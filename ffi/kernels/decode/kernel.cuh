@@ -342,67 +342,208 @@ __device__ float4 SumOverWarps(const WarpState<Traits>& states, int row, Output 
   return x;
 }
 
-template <class Traits>
-__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
-    DecodeSm80(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts facts) {
-  using E = typename Traits::E;
-  constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kThreads = Traits::kThreads;
-  extern __shared__ __align__(512) unsigned char s_bytes[];  // rows of up to 512 bytes
-  SharedSm80<Traits>& shared = *reinterpret_cast<SharedSm80<Traits>*>(s_bytes);
-  LaunchDependents();  // the merge: its blocks wait for this grid's end where there is room for them
-  const WorkspaceView workspace(params);
-  const int batch = static_cast<int>(params.seqs.batch), heads = static_cast<int>(params.cache.num_kv_heads);
-  const int group = facts.group;
-  const bool fixed_parts = params.batch_invariant;
+// A block's places in the list, and where the first one is: threads that `finds` is true in, one at most, have its
+// sequence, or one that Seek goes on from.
+struct BlockWork {
+  int64_t position = 0, end = 0;
+  bool finds = false;
+  int b = 0;
+  Share share = {};
+  int64_t offset = 0;
+};
 
-  // A cluster knows its unit, a schedule the block's part of the list. Else the block finds it.
-  const bool clustered = facts.cluster_shift >= 0;
-  const int block = static_cast<int>(blockIdx.x);
+// By the whole block. `lone`: the thread that is to know a schedule's first part. Leaves last_parts and, without a
+// schedule, the list; slots of this block that no part will claim say so, those of other parts are set when their part
+// is.
+template <class Traits, class Shared>
+__device__ BlockWork FindWork(const PagedAttentionParams& params, const CallFacts& facts, Shared& shared, int lone) {
+  const WorkspaceView workspace(params);
+  const int block = static_cast<int>(blockIdx.x), batch = static_cast<int>(params.seqs.batch);
   ScheduledPart scheduled = {};
   if (facts.schedule != nullptr) scheduled = reinterpret_cast<const ScheduledPart*>(facts.schedule)[block];
-  Share share = {};
-  int b = 0;
-  int64_t position = 0, end = 0, offset = 0;
-  bool finds = threadIdx.x == 0, moves = true;
-  if (clustered) {
-    // Which pages it is depends on the length; where they are named does not.
-    constexpr int kLine = 32;  // entries
-    if (threadIdx.x * kLine < params.seqs.max_pages) Prefetch(params.seqs.page_table + threadIdx.x * kLine);
-    if (threadIdx.x == kThreads - 1) Prefetch(params.seqs.layer);
-    if (threadIdx.x == 0) share = ShareOf<kRows>(params, facts, 0);
-    end = 1;
-  } else if (scheduled.grid == static_cast<int>(gridDim.x)) {
+  BlockWork work;
+  if (scheduled.grid == static_cast<int>(gridDim.x)) {
     // Any contents name rows, keys and slots that exist, and come to an end: that of the last sequence.
-    b = scheduled.b;
-    end = b >= 0 && b < batch ? scheduled.count : 0;
-    offset = max(scheduled.offset, 0);
-    if (finds && position < end) {
+    work.finds = threadIdx.x == lone;
+    work.b = scheduled.b;
+    work.end = work.b >= 0 && work.b < batch ? scheduled.count : 0;
+    work.offset = max(scheduled.offset, 0);
+    if (work.finds && work.position < work.end) {
       const int tokens = static_cast<int>(params.seqs.num_tokens);
       const int first_token = min(max(scheduled.first_token, 0), tokens);
       const int q_len = min(max(scheduled.q_len, 0), tokens - first_token);
-      share = ShareOf<kRows>(params, facts, b, first_token, q_len, scheduled.kv_len);
+      work.share = ShareOf<Traits::kRows>(params, facts, work.b, first_token, q_len, scheduled.kv_len);
     }
-    if (finds) shared.last_parts = min(max(scheduled.parts, 1), static_cast<int>(gridDim.x) - block);
+    if (work.finds) shared.last_parts = min(max(scheduled.parts, 1), static_cast<int>(gridDim.x) - block);
   } else {
     const ListSearch<Traits> mine(params, facts);
     const WorkList list(mine.total, static_cast<int>(gridDim.x), facts.even, mine.all_even);
     if (threadIdx.x == 0) {
       shared.list = list;
       shared.last_parts = 0;
-      if (blockIdx.x == 0) *workspace.slots_in_use = fixed_parts ? list.total : 2 * static_cast<int64_t>(gridDim.x);
+      if (blockIdx.x == 0) {
+        *workspace.slots_in_use = params.batch_invariant ? list.total : 2 * static_cast<int64_t>(gridDim.x);
+      }
     }
-    if (block < list.blocks) list.Range(block, facts.even, &position, &end);
+    if (block < list.blocks) list.Range(block, facts.even, &work.position, &work.end);
     // The first part's sequence is found by the thread that has it.
-    finds = mine.Has(position);
-    share = mine.share;
-    b = mine.b;
-    offset = mine.Offset(position);
+    work.finds = mine.Has(work.position);
+    work.share = mine.share;
+    work.b = mine.b;
+    work.offset = mine.Offset(work.position);
   }
-
-  // Slots of this block that no part will claim say so; slots of other parts are set when their part is.
-  if (threadIdx.x == 0 && !clustered && !fixed_parts) {
+  if (threadIdx.x == 0 && !params.batch_invariant) {
     workspace.info[2 * blockIdx.x] = workspace.info[2 * blockIdx.x + 1] = SlotInfo{};
   }
+  return work;
+}
+
+// The query tile of a part and its new rows, on their way.
+template <class Traits>
+class PartQuery {
+ public:
+  using E = typename Traits::E;
+
+  __device__ PartQuery(const PagedAttentionParams& params, const CallFacts& facts, const SequenceView& view,
+                       const BlockList<kDecodeKeys>& blocks, const Share& share, int b, int head, int first_row,
+                       int rows, int first_block, int end_block)
+      : params_(params),
+        facts_(facts),
+        view_(view),
+        share_(share),
+        b_(b),
+        head_(head),
+        first_row_(first_row),
+        rows_(rows),
+        one_token_(share.q_len == 1),
+        turns_pair_(one_token_ && threadIdx.x < params.prologue.rope.dim / 2),
+        chunks_(params, facts.group, share.first_token, head, first_row, rows, one_token_),
+        rope_step_(turns_pair_ && params.prologue.rope.turns != nullptr
+                       ? RopeStep(params.prologue.rope.turns, threadIdx.x)
+                       : 0),
+        new_rows_(params, facts, view, blocks, b, head, first_block, end_block) {}
+
+  // Leaves the tile's rows in place, and the query for TakeQuery(). sync(): a barrier of the kThreads threads that call
+  // this; stored(): the thread's new rows are in memory. A barrier before the tile is used.
+  template <class Shared, class Sync, class Stored>
+  __device__ void Put(Shared& shared, int32_t layer, Sync sync, Stored stored) const {
+    constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kThreads = Traits::kThreads;
+    // Instructions of several warps arrive at the same time: each has work of its own, as far as it goes.
+    const int r = kThreads - 1 - threadIdx.x;
+    if (r < kRows) FillRow<kRows>(params_, facts_, view_, head_, first_row_, rows_, r, &shared.rows);
+    const RopeParams& rope = params_.prologue.rope;
+    // The turns of a sequence's only token are for all rows of the query, and its key: a pair a thread.
+    if (turns_pair_) {
+      const int j = threadIdx.x;
+      const int64_t token = share_.first_token, at = view_.position;
+      shared.turns()[j] = rope.turns != nullptr
+                              ? RopeTurn(rope, RopeAngle(rope_step_, RopePosition(rope, j, token, at)))
+                              : AnyTurn(rope, b_, j, token, at);
+    }
+    chunks_.Put(shared.query());
+    sync();
+    new_rows_.Store(layer, shared.new_row(), one_token_ && facts_.same_rope ? shared.turns() : nullptr);
+    stored();
+    if (PrologueOf(params_) != nullptr) {
+      const auto element = [&](int r, int d) -> E& {
+        return shared.query()[SwizzledChunk<kDim / kChunk>(r, d / kChunk) * kChunk + d % kChunk];
+      };
+      const auto turn = [&](int r, int j) {
+        return one_token_ ? shared.turns()[j] : AnyTurn(rope, b_, j, shared.rows.token[r], shared.rows.position[r]);
+      };
+      // The other two warps have a token's K and V.
+      if (params_.append.key != nullptr && one_token_) {
+        constexpr int kFirst = kThreads / 2;
+        if (threadIdx.x < kFirst) {
+          ApplyPrologue<E, kDim, kFirst>(params_.prologue, shared.rows, 0, rows_, threadIdx.x, element, turn);
+        }
+      } else {
+        ApplyPrologue<E, kDim, kThreads>(params_.prologue, shared.rows, 0, rows_, threadIdx.x, element, turn);
+      }
+      sync();
+    }
+    if constexpr (Traits::kQuantised) {
+      MakeCodeQuery<Traits>(shared.query(), shared.code_query, rows_);
+      sync();
+    }
+  }
+
+ private:
+  const PagedAttentionParams& params_;
+  const CallFacts& facts_;
+  const SequenceView& view_;
+  const Share share_;
+  const int b_, head_, first_row_, rows_;
+  const bool one_token_, turns_pair_;
+  const QueryChunks<Traits> chunks_;
+  const uint64_t rope_step_;
+  const NewRows<Traits> new_rows_;
+};
+
+// A part that is the whole unit writes its rows, others their slot of the workspace. `within`: of the unit's parts or
+// blocks; row_at(row, d, &max, &sum): four columns of what the block's warps have.
+template <class Traits, class Shared, class RowAt>
+__device__ void WritePart(const PagedAttentionParams& params, const Shared& shared, const Share& share, int head,
+                          int first_row, int rows, int within, int num_blocks, int64_t position, RowAt row_at) {
+  constexpr int kRows = Traits::kRows, kDim = Traits::kDim;
+  const WorkspaceView workspace(params);
+  const bool whole = num_blocks == share.blocks, fixed_parts = params.batch_invariant;
+  const int64_t slot = fixed_parts ? position : 2 * static_cast<int64_t>(blockIdx.x) + (within == 0 ? 1 : 0);
+  float* partial = workspace.data + slot * kSlotFloats<kRows, kDim>;
+  if (threadIdx.x == 0 && !whole) {
+    SlotInfo info = {0, rows, share.first_token, head, first_row};
+    if (within == 0 && fixed_parts) {
+      info.parts = share.parts;
+    } else if (within == 0) {
+      const int parts = shared.last_parts, block = static_cast<int>(blockIdx.x);
+      info.parts = parts > 0 ? parts : shared.list.BlockOf(position + share.blocks - 1) - block + 1;
+    }
+    workspace.info[slot] = info;
+  }
+  if (threadIdx.x == 0 && whole && fixed_parts) workspace.info[slot] = SlotInfo{};
+#pragma unroll 1
+  for (int i = threadIdx.x; i < rows * (kDim / 4); i += Traits::kThreads) {
+    const int row = i / (kDim / 4), d = i % (kDim / 4) * 4;
+    float max, sum;
+    const float4 x = row_at(row, d, &max, &sum);
+    if (whole) {
+      FinishQuad<typename Traits::E, kDim>(params, shared.rows.token[row], shared.rows.head[row], d, max, sum, x);
+    } else {
+      *reinterpret_cast<float4*>(partial + row * kDim + d) = x;
+      if (d == 0) {
+        partial[kRows * kDim + row] = max;
+        partial[kRows * kDim + kRows + row] = sum;
+      }
+    }
+  }
+}
+
+template <class Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
+    DecodeSm80(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts facts) {
+  constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kThreads = Traits::kThreads;
+  extern __shared__ __align__(512) unsigned char s_bytes[];  // rows of up to 512 bytes
+  SharedSm80<Traits>& shared = *reinterpret_cast<SharedSm80<Traits>*>(s_bytes);
+  LaunchDependents();  // the merge: its blocks wait for this grid's end where there is room for them
+  const int heads = static_cast<int>(params.cache.num_kv_heads), group = facts.group;
+  const bool fixed_parts = params.batch_invariant;
+
+  // A cluster knows its unit. Else a schedule knows the block's part of the list, or the block finds it.
+  const bool clustered = facts.cluster_shift >= 0;
+  BlockWork work;
+  bool moves = true;
+  if (clustered) {
+    // Which pages it is depends on the length; where they are named does not.
+    constexpr int kLine = 32;  // entries
+    if (threadIdx.x * kLine < params.seqs.max_pages) Prefetch(params.seqs.page_table + threadIdx.x * kLine);
+    if (threadIdx.x == kThreads - 1) Prefetch(params.seqs.layer);
+    work.finds = threadIdx.x == 0;
+    if (work.finds) work.share = ShareOf<kRows>(params, facts, 0);
+    work.end = 1;
+  } else {
+    work = FindWork<Traits>(params, facts, shared, 0);
+  }
+  auto& [position, end, finds, b, share, offset] = work;
 
   // The next parts' sequences are found by thread 0, which goes on from there.
   while (position < end) {
@@ -453,49 +594,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     MainloopSm80<Traits> mainloop(params, facts, shared, b, head, first_block, keyed,
                                   share.q_len > 1 || shared.view.has_tree);
     mainloop.LookUp(0);
-    QueryChunks<Traits> query(params, group, share.first_token, head, first_row, rows, share.q_len == 1);
-    // The turns of a sequence's only token are for all rows of the query, and its key: a pair a thread.
-    const RopeParams& rope = params.prologue.rope;
-    const bool turns_once = share.q_len == 1, turns_pair = turns_once && threadIdx.x < rope.dim / 2;
-    const uint64_t rope_step = turns_pair && rope.turns != nullptr ? RopeStep(rope.turns, threadIdx.x) : 0;
-    const NewRows<Traits> new_rows(params, facts, shared.view, shared.blocks, b, head, first_block,
-                                   first_block + num_blocks);
+    const PartQuery<Traits> query(params, facts, shared.view, shared.blocks, share, b, head, first_row, rows,
+                                  first_block, first_block + num_blocks);
     mainloop.Run(FirstNewBlock(params, facts, shared.view, shared.blocks) - first_block, [&] {
-      // Instructions of several warps arrive at the same time: each has work of its own, as far as it goes.
-      const int r = kThreads - 1 - threadIdx.x;
-      if (r < kRows) FillRow<kRows>(params, facts, shared.view, head, first_row, rows, r, &shared.rows);
-      if (turns_pair) {
-        const int j = threadIdx.x;
-        const int64_t token = share.first_token, at = shared.view.position;
-        shared.turns()[j] = rope.turns != nullptr
-                                ? RopeTurn(rope, RopeAngle(rope_step, RopePosition(rope, j, token, at)))
-                                : AnyTurn(rope, b, j, token, at);
-      }
-      query.Put(shared.query());
-      __syncthreads();
-      new_rows.Store(mainloop.layer, shared.new_row(), turns_once && facts.same_rope ? shared.turns() : nullptr);
-      if (PrologueOf(params) != nullptr) {
-        const auto element = [&](int r, int d) -> E& {
-          return shared.query()[SwizzledChunk<kDim / kChunk>(r, d / kChunk) * kChunk + d % kChunk];
-        };
-        const auto turn = [&](int r, int j) {
-          return turns_once ? shared.turns()[j] : AnyTurn(rope, b, j, shared.rows.token[r], shared.rows.position[r]);
-        };
-        // The other two warps have a token's K and V.
-        if (params.append.key != nullptr && share.q_len == 1) {
-          constexpr int kFirst = kThreads / 2;
-          if (threadIdx.x < kFirst) {
-            ApplyPrologue<E, kDim, kFirst>(params.prologue, shared.rows, 0, rows, threadIdx.x, element, turn);
-          }
-        } else {
-          ApplyPrologue<E, kDim, kThreads>(params.prologue, shared.rows, 0, rows, threadIdx.x, element, turn);
-        }
-        __syncthreads();
-      }
-      if constexpr (Traits::kQuantised) {
-        MakeCodeQuery<Traits>(shared.query(), shared.code_query, rows);
-        __syncthreads();
-      }
+      query.Put(shared, mainloop.layer, [] { __syncthreads(); }, [] {});
       mainloop.TakeQuery();
       __syncthreads();  // the rings take the query's place, and the new rows are in the cache
     });
@@ -510,46 +612,24 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     end = shared.end;
     __syncthreads();
 
-    const bool whole = num_blocks == share.blocks && !clustered;
-    const ClusterMerge<Traits> cluster(facts, shared, rows);
-    if (clustered) WaitForCluster();  // for the others' memory
-    const int64_t slot = fixed_parts ? position : 2 * static_cast<int64_t>(blockIdx.x) + (within == 0 ? 1 : 0);
-    float* partial = workspace.data + slot * kSlotFloats<kRows, kDim>;
-    if (threadIdx.x == 0 && !whole && !clustered) {
-      SlotInfo info = {0, rows, share.first_token, head, first_row};
-      if (within == 0 && fixed_parts) {
-        info.parts = share.parts;
-      } else if (within == 0) {
-        const int parts = shared.last_parts;
-        info.parts = parts > 0 ? parts : shared.list.BlockOf(position + share.blocks - 1) - block + 1;
-      }
-      workspace.info[slot] = info;
-    }
-    if (threadIdx.x == 0 && whole && fixed_parts) workspace.info[slot] = SlotInfo{};
-#pragma unroll 1
-    for (int i = threadIdx.x; i < rows * (kDim / 4); i += kThreads) {
-      const int row = i / (kDim / 4), d = i % (kDim / 4) * 4;
-      float max, sum;
-      const float4 x = SumOverWarps<Traits>(
-          shared.states, row, [&](int w) { return &shared.outputs[w].o[row][d]; }, &max, &sum);
-      if (whole) {
-        FinishQuad<E, kDim>(params, shared.rows.token[row], shared.rows.head[row], d, max, sum, x);
-      } else if (clustered) {
-        cluster.Send(i, x, max, sum);
-      } else {
-        *reinterpret_cast<float4*>(partial + row * kDim + d) = x;
-        if (d == 0) {
-          partial[kRows * kDim + row] = max;
-          partial[kRows * kDim + kRows + row] = sum;
-        }
-      }
-    }
+    const auto row_at = [&](int row, int d, float* max, float* sum) {
+      return SumOverWarps<Traits>(shared.states, row, [&](int w) { return &shared.outputs[w].o[row][d]; }, max, sum);
+    };
     if (clustered) {
+      const ClusterMerge<Traits> cluster(facts, shared, rows);
+      WaitForCluster();  // for the others' memory
+#pragma unroll 1
+      for (int i = threadIdx.x; i < rows * (kDim / 4); i += kThreads) {
+        float max, sum;
+        const float4 x = row_at(i / (kDim / 4), i % (kDim / 4) * 4, &max, &sum);
+        cluster.Send(i, x, max, sum);
+      }
       ArriveAtCluster();
       WaitForCluster();
       cluster.Finish(params);
       break;
     }
+    WritePart<Traits>(params, shared, share, head, first_row, rows, within, num_blocks, position, row_at);
     const int taken = fixed_parts ? 1 : num_blocks;
     position += taken;
     offset += taken;

@@ -39,35 +39,52 @@ inline CallFacts FactsOf(const PagedAttentionParams& params) {
   return facts;
 }
 
-// The grid of a kernel whose blocks share a list: as many as the card holds.
+struct Grid {
+  int blocks;
+  int multiprocessors;
+};
+
+// Of a kernel whose blocks share a list: as many as the card holds.
 template <class Traits, class Kernel>
-cudaError_t GridOf(const PagedAttentionParams& params, Kernel kernel, int bytes, int* blocks) {
+cudaError_t GridOf(const PagedAttentionParams& params, Kernel kernel, int bytes, Grid* grid) {
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  int device = 0, multiprocessors = 0, resident = 0;
+  int device = 0, resident = 0;
   if (error == cudaSuccess) error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    error = cudaDeviceGetAttribute(&grid->multiprocessors, cudaDevAttrMultiProcessorCount, device);
   }
   if (error == cudaSuccess) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, Traits::kBlockThreads, bytes);
   }
   if (error != cudaSuccess) return error;
-  *blocks = static_cast<int>(std::min<int64_t>(static_cast<int64_t>(multiprocessors) * resident, kMaxDecodeBlocks));
+  grid->blocks = static_cast<int>(std::min<int64_t>(int64_t{grid->multiprocessors} * resident, kMaxDecodeBlocks));
   // Sequences, tokens and a token's rows are counted in 32 bits.
   const int64_t most_rows = params.seqs.num_tokens * params.num_heads / params.cache.num_kv_heads;
-  if (*blocks == 0 || std::max(params.seqs.batch, most_rows) > INT_MAX - Traits::kBlockThreads) {
+  if (grid->blocks == 0 || std::max(params.seqs.batch, most_rows) > INT_MAX - Traits::kBlockThreads) {
     return cudaErrorInvalidConfiguration;
   }
   return cudaSuccess;
 }
 
-// After the kernel of `blocks` blocks. A unit of several parts has one block that has its first. Fixed parts: their
-// slots are dealt out. No sequence: one block that finds nothing.
-template <class Traits>
-cudaError_t LaunchMerge(const PagedAttentionParams& params, const CallFacts& facts, int blocks, bool dependently,
-                        cudaStream_t stream) {
+// The kernel, whose blocks share a list, and the merge; or, where a schedule is asked for, what makes it.
+template <class Traits, class Kernel>
+cudaError_t LaunchList(const PagedAttentionParams& params, CallFacts facts, Kernel kernel, int bytes, Grid grid,
+                       bool hopper, cudaStream_t stream) {
+  const int blocks = grid.blocks;
+  if (!params.batch_invariant) facts.even = EvenCut::Of(params.seqs.batch * params.cache.num_kv_heads, blocks);
+  if (params.new_schedule != nullptr) {
+    PlanSm80<Traits>
+        <<<static_cast<unsigned>(kMaxDecodeBlocks), Traits::kBlockThreads, 0, stream>>>(params, facts, blocks);
+    return cudaGetLastError();
+  }
+  if (facts.plain && !params.batch_invariant) facts.schedule = params.schedule;
+  kernel<<<blocks, Traits::kBlockThreads, bytes, stream>>>(params, facts);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) return error;
+  // A unit of several parts has one block that has its first. Fixed parts: their slots are dealt out. No sequence: one
+  // block that finds nothing.
   const int64_t merging =
-      params.batch_invariant ? std::clamp<int64_t>(params.plan.slots, 1, kMaxDecodeBlocks / 2) : blocks;
+      params.batch_invariant ? std::clamp<int64_t>(params.plan.slots, 1, 2 * int64_t{grid.multiprocessors}) : blocks;
   cudaLaunchAttribute dependent;
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   dependent.val.programmaticStreamSerializationAllowed = 1;
@@ -78,7 +95,7 @@ cudaError_t LaunchMerge(const PagedAttentionParams& params, const CallFacts& fac
   config.blockDim = dim3(kMergeThreads);
   config.stream = stream;
   config.attrs = &dependent;
-  config.numAttrs = dependently ? 1 : 0;
+  config.numAttrs = hopper ? 1 : 0;
   return cudaLaunchKernelEx(&config, &MergeSm80<Traits>, params, facts);
 }
 
@@ -87,8 +104,9 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   constexpr int kBytes = sizeof(SharedSm80<Traits>);
   static_assert(kBytes <= kMaxSharedBytes<Traits::kBlocks, Traits::kDim>);
   const auto kernel = &DecodeSm80<Traits>;
-  int blocks = 0, device = 0, major = 0;
-  cudaError_t error = GridOf<Traits>(params, kernel, kBytes, &blocks);
+  Grid grid = {};
+  int device = 0, major = 0;
+  cudaError_t error = GridOf<Traits>(params, kernel, kBytes, &grid);
   if (error == cudaSuccess) error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error != cudaSuccess) return error;
@@ -122,16 +140,7 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
       return cudaLaunchKernelEx(&config, kernel, params, facts);
     }
   }
-  if (!params.batch_invariant) facts.even = EvenCut::Of(params.seqs.batch * params.cache.num_kv_heads, blocks);
-  if (params.new_schedule != nullptr) {
-    PlanSm80<Traits><<<static_cast<unsigned>(kMaxDecodeBlocks), Traits::kThreads, 0, stream>>>(params, facts, blocks);
-    return cudaGetLastError();
-  }
-  if (facts.plain && !params.batch_invariant) facts.schedule = params.schedule;
-  kernel<<<blocks, Traits::kThreads, kBytes, stream>>>(params, facts);
-  error = cudaGetLastError();
-  if (error != cudaSuccess) return error;
-  return LaunchMerge<Traits>(params, facts, blocks, hopper, stream);
+  return LaunchList<Traits>(params, facts, kernel, kBytes, grid, hopper, stream);
 }
 
 // Whether there is a workspace and pages that the kernels take.

@@ -181,7 +181,9 @@ struct MainloopSm80 : WarpProducts<Traits> {
     mapped >>= 2;
     if (step < num_blocks) {
       if (step % kLookUp == 0) {
-        group = next_present ? GroupOfPage(params, facts, layer, next_entry, head, FirstKey(step + lane / 2) + lane % 2 * 8) : kNoGroup;
+        group = next_present
+                    ? GroupOfPage(params, facts, layer, next_entry, head, FirstKey(step + lane / 2) + lane % 2 * 8)
+                    : kNoGroup;
         LookUp(step + kLookUp);
       }
       const int local = step % kLookUp * 2;
@@ -274,7 +276,6 @@ struct MainloopSm80 : WarpProducts<Traits> {
     }
     WaitCopies<0>();
   }
-
 };
 
 }  // namespace turboattn::decode

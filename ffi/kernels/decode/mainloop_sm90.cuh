@@ -1,5 +1,6 @@
-// The decode mainloop of the sm90 family: a warp copies blocks of keys as tensors into a ring that the block's other
-// warps empty, part after part of the block's work without a stop.
+// The decode mainloop of the sm90 family: one warp of a block copies keys into a ring that the others empty, from part
+// to part of the block's work without a stop. The products' warps spend no instructions on addresses, pages and ranges,
+// and take two tiles of 16 keys a step, whose chains of dependent instructions hide each other.
 #ifndef TURBOATTN_KERNELS_DECODE_MAINLOOP_SM90_CUH_
 #define TURBOATTN_KERNELS_DECODE_MAINLOOP_SM90_CUH_
 
@@ -15,10 +16,10 @@ namespace turboattn::decode {
 // A part of a unit, as the copying warp found it. b < 0: the block has no more.
 struct Part {
   int b;
-  int head, first_row, rows;             // of the unit: kv head, (token, head of the group) rows
-  int within, first_block, num_blocks;   // of the list of work, see DecodeSm80
-  int new_block;                         // the first of the part's blocks that may have new rows, if it has so many
-  int64_t position;                      // in the list
+  int head, first_row, rows;            // of the unit
+  int within, first_block, num_blocks;  // of the unit's parts or blocks; the part's
+  int new_block;                        // the first of these that may have a new row, if there are so many
+  int64_t position, offset;             // in the list, and in the sequence's share
   Share share;
   SequenceView view;
   BlockList<kDecodeKeys> blocks;
@@ -27,34 +28,34 @@ struct Part {
   __device__ int Keyed() const { return blocks.total() == 0 ? 0 : num_blocks; }
 };
 
-constexpr int kParts = 2;  // the one that is multiplied, and the next
+constexpr int kParts = 2;  // the one that is multiplied and the next
 
 template <class Traits>
 struct SharedSm90 {
   static constexpr int kDim = Traits::kDim, kSteps = Traits::kSteps;
 
-  alignas(1024) unsigned char tile[kSteps][2][Traits::kArrayBytes];
-  alignas(128) uint32_t row_params[kSteps][2][Traits::kParamBytes > 0 ? Traits::kStepKeys : 4];
+  alignas(128) unsigned char tile[kSteps][2][Traits::kArrayBytes];
+  alignas(128) uint32_t row_params[kSteps][2][Traits::kParamBytes > 0 ? Traits::kStepKeys : 1];
   alignas(128) typename Traits::E query_tile[Traits::kRows * kDim];
   alignas(16) SinCos pair_turns[kDim / 2];
-  alignas(16) float new_rows[kWarps][kDim];
+  alignas(16) float warp_rows[kWarps][kDim];
   uint64_t full[kSteps], empty[kSteps];  // of the ring
-  uint64_t found[kParts], done[kParts];  // of the parts
-  uint64_t stored;                       // the part's new rows
-  uint32_t mapped[kSteps];               // a bit for each 8 keys
+  uint64_t found[kParts], done[kParts];
+  uint64_t stored;          // the part's new rows
+  uint32_t mapped[kSteps];  // a bit for each group of 8 keys
   WarpState<Traits> states;
   TileRows<Traits::kRows> rows;
-  CodeQuery<Traits::kQuantised ? Traits::kRows : 1> code_query;
+  CodeQuery<Traits::kRows> code_query;
   WorkList list;
-  int last_parts;  // as in SharedSm80
+  int last_parts;  // see SharedSm80
   Part parts[kParts];
 
   __device__ typename Traits::E* query() { return query_tile; }
   __device__ SinCos* turns() { return pair_turns; }
-  __device__ float* new_row() { return new_rows[threadIdx.x / kWarp]; }
+  __device__ float* new_row() { return warp_rows[threadIdx.x / kWarp]; }
 };
 
-// Where in the ring a warp is.
+// Where a warp is in the ring.
 template <int kSteps>
 struct RingPlace {
   int slot = 0;
@@ -68,14 +69,15 @@ struct RingPlace {
   }
 };
 
-enum WaitName { kWaitFull = 1, kWaitEmpty, kWaitFound, kWaitDone, kWaitStored, kWaitOutputs };
+enum WaitName { kWaitFull = 1, kWaitEmpty, kWaitFound, kWaitDone, kWaitStored, kWaitOutputs };  // for debugging
 
-// The copies of a part, by one warp: each lane looks up one group of 8 keys of 32, and copies one chunk of every
-// kRowsPerCopy-th row.
+// The copying warp. Each lane looks up one of 32 groups of 8 keys, and copies one chunk of every kRowsPerCopy-th row.
+// cp.async: tensor copies of the same tiles, swizzled, were as fast for pages of 64 keys and a third slower for 16
+// (int4).
 template <class Traits>
 struct CopierSm90 {
   static constexpr int kSteps = Traits::kSteps, kStoredChunks = Traits::kStoredChunks, kKeyTiles = Traits::kKeyTiles;
-  static constexpr bool kRowParams = Traits::kParamBytes > 0;
+  static constexpr bool kRowParams = kHasRowParams<Traits::kKvDType>;
   static constexpr int kRowsPerCopy = kWarp / kStoredChunks, kGroupBytes = 8 * Traits::kStoredBytes;
   static constexpr int kGroups = kDecodeKeys / 8, kBatch = kWarp / kGroups;  // of a block; blocks looked up together
   static_assert(kRowsPerCopy <= 8 && kBatch % kKeyTiles == 0);
@@ -99,7 +101,7 @@ struct CopierSm90 {
     copy_to = Opaque(SharedAddress(shared.tile) + SwizzledChunk<kStoredChunks>(row, chunk) * 16);
   }
 
-  // The page of the lane's group in block `block` of the part, and in the next, as the table has it; -1: none.
+  // What the table has for the lane's group of block `block` of the part; -1: no row sees it.
   __device__ int32_t Entry(const Part& part, const int32_t* own_pages, int block) const {
     if (block >= part.Keyed()) return -1;
     const int run = part.blocks.RunOf(part.first_block + block);
@@ -112,7 +114,7 @@ struct CopierSm90 {
     const int32_t layer = params.seqs.layer[part.b];
     const int32_t* own_pages = params.seqs.page_table + int64_t{part.b} * static_cast<int>(params.seqs.max_pages);
     const int num_blocks = part.Keyed();
-    bool waits = params.append.key != nullptr;
+    bool waits = params.append.key != nullptr;  // for the part's new rows
     int32_t entry = Entry(part, own_pages, lane / kGroups);
 #pragma unroll 1
     for (int base = 0; base < num_blocks; base += kBatch) {
@@ -140,8 +142,8 @@ struct CopierSm90 {
         place.Next();
       }
     }
-    if (waits) WaitStored();  // each part's
-    // For the warps' outputs.
+    if (waits) WaitStored();  // every part has a phase
+                              // For the warps' outputs.
 #pragma unroll 1
     for (int i = 0; i < Traits::kOutputSteps; ++i) {
       WaitBarrier(&shared.empty[place.slot], place.phase ^ 1, kWaitOutputs);
@@ -212,14 +214,13 @@ struct MainloopSm90 : WarpProducts<Traits> {
   using Base = WarpProducts<Traits>;
   using Base::kRowParams, Base::params, Base::rule, Base::lane, Base::warp;
   static constexpr int kSteps = Traits::kSteps, kKeyTiles = Traits::kKeyTiles, kColumns = Traits::kColumns;
-  static constexpr int kBlockBytes = kDecodeKeys * Traits::kStoredBytes;
 
   SharedSm90<Traits>& shared;
   const Part& part;
   RingPlace<kSteps>& place;
   const bool rows_differ;        // in what they see
   int common_begin, common_end;  // blocks of the part whose keys of this warp all rows see, in the sequence's own run
-  uint32_t key_fragment, value_fragment;  // in the ring's first step
+  uint32_t fragment;             // ldmatrix: chunk 0 or 1 of a row of K in the ring's first step
 
   __device__ MainloopSm90(const PagedAttentionParams& params, SharedSm90<Traits>& shared, const Part& part,
                           RingPlace<kSteps>& place)
@@ -234,16 +235,11 @@ struct MainloopSm90 : WarpProducts<Traits> {
     common_begin = ::max(((lo - warp + kWarps - 1) >> 2) - first, part.blocks.count[0] - part.first_block);
     common_end = ((hi - warp - 1) >> 2) - first + 1;
     static_assert(kWarps == 4);
-    const uint32_t tiles = SharedAddress(shared.tile) + warp * Traits::kTileBytes;
-    key_fragment = Opaque(tiles + SwizzledChunk<Traits::kStoredChunks>(lane % 16, lane / 16) * 16);
-    value_fragment =
-        Traits::kArrayBytes +
-        (Traits::kQuantised
-             ? key_fragment
-             : Opaque(tiles + SwizzledChunk<Traits::kStoredChunks>(lane / 16 * 8 + lane % 8, lane / 8 % 2) * 16));
+    fragment = Opaque(SharedAddress(shared.tile) + warp * Traits::kTileBytes +
+                      SwizzledChunk<Traits::kStoredChunks>(lane % 16, lane / 16) * 16);
   }
 
-  // The keys of a tile that some row may not see, as in MainloopSm80. False: no value of the head is finite.
+  // A tile with keys that some row may not see, or scores to be modified. False: fp8, no value of the head is finite.
   __device__ bool LookAt(const WarpTile& tile, int block, uint32_t groups, float (&s)[kColumns][4]) {
     const KeyBlockView view = BlockViewOf(params, part.view, part.blocks, part.first_block + block, warp, groups);
     const bool partial = groups != 3u || block < common_begin || block >= common_end;
@@ -264,37 +260,38 @@ struct MainloopSm90 : WarpProducts<Traits> {
     const int num_blocks = part.Keyed();
 #pragma unroll 1
     for (int block = 0; block < num_blocks; block += kKeyTiles) {
+      const int slot = place.slot;
       WarpTile tiles[kKeyTiles];
 #pragma unroll
       for (int t = 0; t < kKeyTiles; ++t) {
-        const uint32_t from = place.slot * (2 * Traits::kArrayBytes) + t * kBlockBytes;
-        const int row = t * kDecodeKeys + warp * kWarpKeys;
-        tiles[t] = {key_fragment + from,
-                    value_fragment + from,
-                    shared.tile[place.slot][1] + row * Traits::kStoredBytes,
-                    {&shared.row_params[place.slot][0][kRowParams ? row : 0],
-                     &shared.row_params[place.slot][1][kRowParams ? row : 0]}};
+        const int row = t * kDecodeKeys + warp * kWarpKeys, of_row = kRowParams ? row : 0;
+        const uint32_t key = fragment + slot * (2 * Traits::kArrayBytes) + t * kDecodeKeys * Traits::kStoredBytes;
+        tiles[t] = {key,
+                    key + Traits::kArrayBytes,
+                    shared.tile[slot][1] + row * Traits::kStoredBytes,
+                    {&shared.row_params[slot][0][of_row], &shared.row_params[slot][1][of_row]}};
       }
-      WaitBarrier(&shared.full[place.slot], place.phase, kWaitFull);
-      const uint32_t mapped = shared.mapped[place.slot] >> 2 * warp;
+      WaitBarrier(&shared.full[slot], place.phase, kWaitFull);
+      const uint32_t mapped = shared.mapped[slot] >> 2 * warp;  // two bits for each tile
       float s[kKeyTiles][kColumns][4] = {};
 #pragma unroll
       for (int t = 0; t < kKeyTiles; ++t) this->MultiplyKeys(tiles[t], s[t]);
-      constexpr uint32_t kAll = kKeyTiles == 2 ? 0x303u : 3u;
+      constexpr uint32_t kAll = 0x303u;
+      static_assert(kKeyTiles == 2 && kDecodeKeys == 64);
       const bool plain = (mapped & kAll) == kAll && block >= common_begin && block + kKeyTiles <= common_end;
-      [[maybe_unused]] bool finite = true;
+      bool has_values = true;
       if (!plain || rule.modified || this->ValuesAreNotFinite()) {
 #pragma unroll
-        for (int t = 0; t < kKeyTiles; ++t) finite &= LookAt(tiles[t], block + t, mapped >> 8 * t & 3u, s[t]);
+        for (int t = 0; t < kKeyTiles; ++t) has_values = LookAt(tiles[t], block + t, mapped >> 8 * t & 3u, s[t]);
       }
       uint32_t p[kKeyTiles][kColumns][2];
       this->Softmax(tiles, s, p);
-      if (!Base::kFp8 || finite) {
+      if (!Base::kFp8 || has_values) {
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t) this->MultiplyValues(tiles[t], p[t]);
       }
       __syncwarp();
-      if (lane == 0) Arrive(&shared.empty[place.slot]);
+      if (lane == 0) Arrive(&shared.empty[slot]);
       place.Next();
     }
   }

@@ -50,8 +50,8 @@ __device__ __noinline__ inline int BlockOfAny(const PagedAttentionParams& params
 }
 
 // The first block of the list that may have a new row among its keys.
-__device__ inline int FirstNewBlock(const PagedAttentionParams& params, const CallFacts& facts, const SequenceView& view,
-                                    const BlockList<kDecodeKeys>& blocks) {
+__device__ inline int FirstNewBlock(const PagedAttentionParams& params, const CallFacts& facts,
+                                    const SequenceView& view, const BlockList<kDecodeKeys>& blocks) {
   if (params.append.key == nullptr) return INT_MAX;
   if (facts.plain) return max(static_cast<int>(view.position), 0) / kDecodeKeys;
   return BlockOfAny(params, blocks, view.position - FirstPosition(params.seqs));

@@ -98,8 +98,7 @@ __device__ void MakeCodeQuery(typename Traits::E* s_query, CodeQuery<Traits::kRo
 #pragma unroll 1
   for (int row = threadIdx.x / 32; row < rows; row += kWarps) {
     const auto pair_at = [&](int d) {
-      return reinterpret_cast<uint32_t*>(s_query + SwizzledChunk<kChunks>(row, d / kChunk) * kChunk +
-                                         d % kChunk);
+      return reinterpret_cast<uint32_t*>(s_query + SwizzledChunk<kChunks>(row, d / kChunk) * kChunk + d % kChunk);
     };
     const auto halves = [](uint32_t pair, auto* low, auto* high) {
       low->bits = static_cast<uint16_t>(pair);
@@ -457,7 +456,7 @@ struct WarpProducts {
       }
 #pragma unroll
       for (int t = 0; t < kKeyTiles; ++t) {
-        float(&x)[4] = s[t][n];
+        float (&x)[4] = s[t][n];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           // From the maximum before scaling: far from 0, half an ulp of a scaled maximum is no small exponent. No key

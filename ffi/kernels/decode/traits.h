@@ -41,30 +41,28 @@ struct TraitsSm80 {
   static constexpr int kSteps = kStages<kStoredBytes, kBlocks>;
   static constexpr bool kQueryInRegisters = kDim * kRows <= 2048;  // the rest of them are the output's
   static constexpr int kTileBytes = kWarpKeys * kStoredBytes;
-  static constexpr int kKeyTiles = 1;  // of a warp's step
+  static constexpr int kKeyTiles = 1;             // of 16 keys, of a warp's step
+  static constexpr int kBlockThreads = kThreads;  // of the kernel
   static_assert(kKv == kEType || IsQuantised(kKv));
-  static constexpr int kBlockThreads = kThreads;
 };
 
-// sm90: a warp beside the others copies whole blocks of keys.
-template <DType kEType, DType kKv, int kHeadDim, int kRowTile>
-struct TraitsSm90 : TraitsSm80<kEType, kKv, kHeadDim, kRowTile> {
-  using Base = TraitsSm80<kEType, kKv, kHeadDim, kRowTile>;
+// sm90: a warp beside the others copies blocks of keys for all of them. Codes, two blocks a step, units of 8 rows.
+template <DType kEType, DType kKv, int kHeadDim>
+struct TraitsSm90 : TraitsSm80<kEType, kKv, kHeadDim, 8> {
+  using Base = TraitsSm80<kEType, kKv, kHeadDim, 8>;
   using Base::kDim, Base::kRows, Base::kStoredBytes, Base::kThreads;
   static constexpr int kBlockThreads = kThreads + kWarp;
   static constexpr int kBlocks = kResidentSm90;
-  static constexpr int kKeyTiles = kStoredBytes <= 128 ? 2 : 1;
+  static constexpr int kKeyTiles = 2;
   static constexpr int kStepKeys = kKeyTiles * kDecodeKeys;
   static constexpr int kArrayBytes = kStepKeys * kStoredBytes;  // K or V of a step
   static constexpr int kParamBytes = kHasRowParams<kKv> ? kStepKeys * 4 : 0;
-  static constexpr int kStepBytes = 2 * (kArrayBytes + kParamBytes);
-  static constexpr int kSteps = kRingBytesSm90 / kStepBytes;
-  static_assert(kSteps >= 2);
-  // Steps whose place the warps' outputs take at the end of a part; how many of them go into one.
+  static constexpr int kSteps = kRingBytesSm90 / (2 * (kArrayBytes + kParamBytes));
+  // At the end of a part the warps' outputs take the place of some steps: so many of them that of one.
   static constexpr int kOutputBytes = kRows * (kDim + 4) * 4;
   static constexpr int kStepOutputs = 2 * kArrayBytes / kOutputBytes < kWarps ? 2 * kArrayBytes / kOutputBytes : kWarps;
   static constexpr int kOutputSteps = (kWarps + kStepOutputs - 1) / kStepOutputs;
-  static_assert(kOutputSteps < kSteps);
+  static_assert(IsQuantised(kKv) && kOutputSteps < kSteps);
 };
 
 }  // namespace turboattn::decode
