@@ -20,6 +20,17 @@ struct Codec<E, DType::kInt4> {
     if constexpr (!kSaturates) {
       const uint32_t factor = Pack<E>(scale.scale, scale.scale), zero = Pack<E>(scale.zero, scale.zero);
       if constexpr (std::is_same_v<E, bf16>) {
+#if I8_HF == 2
+        const float factor64 = scale.scale * 64.f;
+        const uint32_t factor = Pack<E>(factor64, factor64);
+        const uint32_t rest = word >> 8;
+        const uint32_t x[4] = {word & 0x000f000fu, word & 0x00f000f0u, rest & 0x000f000fu, rest & 0x00f000f0u};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          pairs[i] = FmaPair<E>(FmaPair<E>(x[i], i % 2 == 0 ? 0x7f007f00u : 0x7d007d00u, 0), factor, zero);
+        }
+        return;
+#endif
         constexpr uint32_t k128 = 0x43004300u, kMinus128 = 0xc300c300u, kOne = 0x3f803f80u;
 #pragma unroll
         for (int i = 0; i < 4; ++i) pairs[i] = FmaPair<E>(AndOr(word >> 4 * i, 0x000f000fu, k128), kOne, kMinus128);

@@ -20,6 +20,23 @@ struct Codec<E, DType::kInt8> {
   template <bool kSaturates = true>
   static __device__ __forceinline__ void Neighbours(uint32_t word, Scale scale, uint32_t (&pairs)[2]) {
     if constexpr (!kSaturates) {
+#if I8_HF == 2
+      if constexpr (std::is_same_v<E, bf16>) {
+        const float factor64 = scale.scale * 64.f;
+        const uint32_t factor = Pack<E>(factor64, factor64), zero = Pack<E>(scale.zero, scale.zero);
+        constexpr uint32_t k127 = 0x7f007f00u;
+        pairs[0] = FmaPair<E>(FmaPair<E>(__byte_perm(word, 0, 0x4140), k127, 0), factor, zero);
+        pairs[1] = FmaPair<E>(FmaPair<E>(__byte_perm(word, 0, 0x4342), k127, 0), factor, zero);
+        return;
+      }
+#elif I8_HF == 1
+      if constexpr (std::is_same_v<E, bf16>) {
+        const uint32_t factor = Pack<E>(scale.scale, scale.scale), zero = Pack<E>(scale.zero, scale.zero);
+        pairs[0] = FmaPair<E>(ToBf16<0x4140>(word), factor, zero);
+        pairs[1] = FmaPair<E>(ToBf16<0x4342>(word), factor, zero);
+        return;
+      }
+#endif
       if constexpr (std::is_same_v<E, bf16>) {
         // The offset is off by up to scale / 512, where the largest codes are rounded to a multiple of scale.
         const float offset = __fmaf_rn(-32768.f, scale.scale, scale.zero);
@@ -63,6 +80,13 @@ struct Codec<E, DType::kInt8> {
   template <int kSelector>
   static __device__ __forceinline__ uint32_t ToFp16(uint32_t word, uint32_t minus) {
     return AddPair(__byte_perm(word, 0x64646464u, kSelector), minus);
+  }
+
+  template <int kSelector>
+  static __device__ __forceinline__ uint32_t ToBf16(uint32_t word) {
+    constexpr uint32_t kOne = 0x3f803f80u, kMinus256 = 0xc380c380u, k128 = 0x43004300u;
+    const uint32_t x = __byte_perm(word, 0x43434343u, kSelector);
+    return FmaPair<bf16>(FmaPair<bf16>(x, kOne, kMinus256), AndXor(x, 0x00800080u, kOne), k128);
   }
 
   // Under the exponent of 2^15 it is the middle one.
