@@ -20,10 +20,8 @@ struct Codec<E, DType::kInt4> {
     if constexpr (!kSaturates) {
       const uint32_t factor = Pack<E>(scale.scale, scale.scale), zero = Pack<E>(scale.zero, scale.zero);
       if constexpr (std::is_same_v<E, bf16>) {
-#if I8_HF == 2
-        const float factor64 = scale.scale * 64.f;
-        const uint32_t factor = Pack<E>(factor64, factor64);
-        const uint32_t rest = word >> 8;
+#if I4_SUB
+        const uint32_t factor = Pack<E>(64.f * scale.scale, 64.f * scale.scale), rest = word >> 8;
         const uint32_t x[4] = {word & 0x000f000fu, word & 0x00f000f0u, rest & 0x000f000fu, rest & 0x00f000f0u};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

@@ -12,39 +12,18 @@ struct Codec<E, DType::kInt8> {
   static constexpr int kPerWord = 4;
   static constexpr int kMiddle = 128;
 
-  // bf16: neither may the offset of Neighbours<false>.
-  static __device__ __forceinline__ bool MaySaturate(Scale scale) {
-    return turboattn::MaySaturate<E>(scale, std::is_same_v<E, bf16> ? 65536.f : 256.f);
-  }
+  static __device__ __forceinline__ bool MaySaturate(Scale scale) { return turboattn::MaySaturate<E>(scale, 256.f); }
 
   template <bool kSaturates = true>
   static __device__ __forceinline__ void Neighbours(uint32_t word, Scale scale, uint32_t (&pairs)[2]) {
     if constexpr (!kSaturates) {
-#if I8_HF == 2
+      const uint32_t zero = Pack<E>(scale.zero, scale.zero);
       if constexpr (std::is_same_v<E, bf16>) {
-        const float factor64 = scale.scale * 64.f;
-        const uint32_t factor = Pack<E>(factor64, factor64), zero = Pack<E>(scale.zero, scale.zero);
-        constexpr uint32_t k127 = 0x7f007f00u;
-        pairs[0] = FmaPair<E>(FmaPair<E>(__byte_perm(word, 0, 0x4140), k127, 0), factor, zero);
-        pairs[1] = FmaPair<E>(FmaPair<E>(__byte_perm(word, 0, 0x4342), k127, 0), factor, zero);
-        return;
-      }
-#elif I8_HF == 1
-      if constexpr (std::is_same_v<E, bf16>) {
-        const uint32_t factor = Pack<E>(scale.scale, scale.scale), zero = Pack<E>(scale.zero, scale.zero);
-        pairs[0] = FmaPair<E>(ToBf16<0x4140>(word), factor, zero);
-        pairs[1] = FmaPair<E>(ToBf16<0x4342>(word), factor, zero);
-        return;
-      }
-#endif
-      if constexpr (std::is_same_v<E, bf16>) {
-        // The offset is off by up to scale / 512, where the largest codes are rounded to a multiple of scale.
-        const float offset = __fmaf_rn(-32768.f, scale.scale, scale.zero);
-        const auto decode = [&](float x) { return __fmaf_rn(x, scale.scale, offset); };
-        pairs[0] = Pack<E>(decode(Plus32768<0>(word)), decode(Plus32768<1>(word)));
-        pairs[1] = Pack<E>(decode(Plus32768<2>(word)), decode(Plus32768<3>(word)));
+        const uint32_t factor = Pack<E>(64.f * scale.scale, 64.f * scale.scale);
+        pairs[0] = FmaPair<E>(SixtyFourths<0x4140>(word), factor, zero);
+        pairs[1] = FmaPair<E>(SixtyFourths<0x4342>(word), factor, zero);
       } else {
-        const uint32_t factor = Pack<E>(scale.scale, scale.scale), zero = Pack<E>(scale.zero, scale.zero);
+        const uint32_t factor = Pack<E>(scale.scale, scale.scale);
         pairs[0] = FmaPair<E>(ToFp16<0x4140>(word, kMinus1024), factor, zero);
         pairs[1] = FmaPair<E>(ToFp16<0x4342>(word, kMinus1024), factor, zero);
       }
@@ -82,17 +61,11 @@ struct Codec<E, DType::kInt8> {
     return AddPair(__byte_perm(word, 0x64646464u, kSelector), minus);
   }
 
+  // 1/64 of two bytes, in bf16. As bits of bf16 a byte is 2^-133 times itself, from 128 up too, since the subnormal
+  // numbers and the smallest normal ones are equally far apart. Times 2^127, the largest power of two.
   template <int kSelector>
-  static __device__ __forceinline__ uint32_t ToBf16(uint32_t word) {
-    constexpr uint32_t kOne = 0x3f803f80u, kMinus256 = 0xc380c380u, k128 = 0x43004300u;
-    const uint32_t x = __byte_perm(word, 0x43434343u, kSelector);
-    return FmaPair<bf16>(FmaPair<bf16>(x, kOne, kMinus256), AndXor(x, 0x00800080u, kOne), k128);
-  }
-
-  // Under the exponent of 2^15 it is the middle one.
-  template <int kByte>
-  static __device__ __forceinline__ float Plus32768(uint32_t word) {
-    return __uint_as_float(__byte_perm(word, 0x47000000u, 0x7404 | kByte << 4));
+  static __device__ __forceinline__ uint32_t SixtyFourths(uint32_t word) {
+    return FmaPair<bf16>(__byte_perm(word, 0, kSelector), 0x7f007f00u, 0);
   }
 };
 

@@ -15,31 +15,36 @@ namespace turboattn::prefill {
 template <class Traits, class Params>
 struct ConverterSm90 {
   using E = typename Traits::E;
+  using Shared = SharedSm90<Traits>;
   using Codes = Codec<E, Traits::kKvDType>;
   using Scale = typename Codes::Scale;
   static constexpr bool kRowParams = kHasRowParams<Traits::kKvDType>;
   static constexpr int kKeys = Traits::kKeys, kStages = Traits::kStages;
   static constexpr int kStoredChunks = Traits::kStoredBytes / 16;
+  static constexpr uint32_t kAllMapped = ProducerSm90<Traits, Params>::kAllMapped;
   // A thread a row: it reads the row's parameters once, and the chunks that a quarter of a warp reads or writes
   // together, of eight rows, are in different banks.
   static_assert(kKeys == kWarpgroup);
 
+  // What is known of a block before its codes are there.
+  struct Block {
+    bool row_seen;  // some row of the tile sees this thread's key
+    bool common;    // all see all keys
+  };
+
   const Params& params;
-  SharedSm90<Traits>& shared;
-  const uint32_t base = Opaque(SharedAddress(&shared));
+  Shared& shared;
+  // Opaque: the compiler would read the thread's number and the window of shared memory anew wherever it needs them,
+  // and wait for them.
   const int row = static_cast<int>(Opaque(threadIdx.x % kWarpgroup));
-  // Of this thread's row, chunk 0. Chunks lie where their number is xored with some bits of the row's.
-  const uint32_t codes_at = Opaque(base + offsetof(SharedSm90<Traits>, codes.tile) + 16 * SwizzledChunk<kStoredChunks>(row, 0));
-  const uint32_t tile_at = Opaque(base + offsetof(SharedSm90<Traits>, key) + 2 * PanelIndex<kKeys>(row, 0));
-  static constexpr uint32_t kToValues = offsetof(SharedSm90<Traits>, value) - offsetof(SharedSm90<Traits>, key);
-  RingSlot<Traits::kConverters * Traits::kCodeStages> code_slot{0};
-  const bool own_values;
+  const uint32_t base = Opaque(SharedAddress(&shared));
+  // This thread's row of the first tiles. Chunk c is where c is xored into the address of chunk 0.
+  const uint32_t codes_row = Opaque(base + offsetof(Shared, codes.tile) + 16 * SwizzledChunk<kStoredChunks>(row, 0));
+  const uint32_t key_row = Opaque(base + offsetof(Shared, key) + 2 * PanelIndex<kKeys>(row, 0));
+  RingSlot<Traits::kCodeStages> code_slot{0};
   RingSlot<kStages> key_slot{1}, value_slot{1};
 
-  __device__ ConverterSm90(const Params& params, SharedSm90<Traits>& shared, int number)
-      : params(params), shared(shared), own_values(number == 1) {
-    code_slot.index = number;
-  }
+  __device__ ConverterSm90(const Params& params, Shared& shared) : params(params), shared(shared) {}
 
   // A tile's blocks, from the last to the first.
   __device__ void Run(TileSm90<Traits>& tile) {
@@ -48,78 +53,70 @@ struct ConverterSm90 {
       key_scale = Codes::MakeScale(HeadScale(params, params.cache.key_params, tile.b, tile.head));
       value_scale = Codes::MakeScale(HeadScale(params, params.cache.value_params, tile.b, tile.head));
     }
-#if I8_TWO
-    int block = tile.end, run_begin = tile.end, key = 0;
-    RunRange seen_keys = {0, 0};
-#pragma unroll 1
-    while (--block >= tile.begin) {
-      key -= kKeys;
-      if (block < run_begin) {
-        const int run = tile.blocks.RunOf(block);
-        run_begin = run == 0 ? 0 : tile.blocks.count[0];
-        key = tile.blocks.FirstKey(block) + row;
-        seen_keys = tile.blocks.seen[run];
-      }
-      Convert(own_values, seen_keys.Holds(key), own_values ? value_scale : key_scale, &tile.non_finite);
-    }
-#else
     const int count = 2 * (tile.end - tile.begin);
-    int block = tile.end, run_begin = tile.end, key = 0;
-    RunRange seen_keys = {0, 0};
-    bool key_seen = false, value_seen = false;
+    int block = tile.end, run_begin = block, first_key = 0;  // of the last keys
+    RunRange seen = {0, 0}, common = {0, 0};                 // of their run
+    Block last = {}, before = {};
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const bool values = HoldsValues(i, count);
       if (!values) {
         --block;
-        key -= kKeys;
+        first_key -= kKeys;
         if (block < run_begin) {
           const int run = tile.blocks.RunOf(block);
           run_begin = run == 0 ? 0 : tile.blocks.count[0];
-          key = tile.blocks.FirstKey(block) + row;
-          seen_keys = tile.blocks.seen[run];
+          first_key = tile.blocks.FirstKey(block);
+          seen = tile.blocks.seen[run];
+          common = tile.unit_common[run];
         }
-        value_seen = key_seen;
-        key_seen = seen_keys.Holds(key);
+        before = last;
+        last = {seen.Holds(first_key + row), common.HoldsAll(first_key, kKeys)};
       }
-      const bool seen = values ? value_seen : key_seen;
-      Convert(values, seen, values ? value_scale : key_scale, &tile.non_finite);
-      if (values) value_seen = key_seen;
+      Block its = last;
+      if (values && i < count - 1) its = before;
+      Convert(values, its, values ? value_scale : key_scale, &tile.non_finite);
     }
-#endif
   }
 
  private:
-  __device__ __forceinline__ void Convert(bool values, bool seen, Scale scale, int* non_finite) {
-    const RingSlot<kStages> slot = I8_TWO ? key_slot : values ? value_slot : key_slot;
-    const int place = code_slot.index >= Traits::kCodeStages ? code_slot.index - Traits::kCodeStages : code_slot.index;
+  static constexpr int kAhead = I8_AHEAD < kStoredChunks ? I8_AHEAD : kStoredChunks;
+
+  // The next tile of codes.
+  __device__ __forceinline__ void Convert(bool values, Block block, Scale scale, int* non_finite) {
+    const RingSlot<kStages> slot = values ? value_slot : key_slot;
     WaitBarrier(&shared.codes.full[code_slot.index], code_slot.parity, kCodesFull);
-    const uint32_t from = codes_at + place * (kKeys * Traits::kStoredBytes);
-    uint4 codes[kAhead];
-#pragma unroll
-    for (int chunk = 0; chunk < kAhead; ++chunk) codes[chunk] = LoadShared16(from ^ chunk * 16);
-    const uint32_t mapped = shared.codes.mapped[place];
+    const uint32_t from = codes_row + code_slot.index * (kKeys * Traits::kStoredBytes);
+    const uint32_t mapped = shared.codes.mapped[code_slot.index];
     if constexpr (kRowParams) {
       // Codes of unmapped pages are zeros, and so are to be the rows. What lies where no key is must not count: the
       // two ways of decoding round differently.
-      const bool exists = (mapped >> (row / 8) & 1u) != 0 && seen;
-      scale = UnpackRowScale<E>(exists ? shared.codes.row_params[place][row] : 0u);
+      const uint32_t packed = Opaque(shared.codes.row_params[code_slot.index][row]);  // without a wait for `mapped`
+      scale = UnpackRowScale<E>((mapped >> (row / 8) & 1u) != 0 && block.row_seen ? packed : 0u);
     }
+    uint4 codes[kAhead];
+#pragma unroll
+    for (int chunk = 0; chunk < kAhead; ++chunk) codes[chunk] = LoadShared16(from ^ chunk * 16);
     const bool saturates = __any_sync(~0u, Codes::MaySaturate(scale));
+    bool odd = saturates;  // there may be values that are not finite
+    const bool in_part = values && !(block.common && mapped == kAllMapped);
+    if (!kRowParams && in_part) {
+#pragma unroll 1
+      for (int chunk = 0; chunk < kStoredChunks; ++chunk) odd |= HasNonFinite<fp8_e4m3>(LoadShared16(from ^ chunk * 16));
+      odd = __any_sync(~0u, odd);
+    }
     WaitBarrier(values ? &shared.value_empty[slot.index] : &shared.key_empty[slot.index], slot.parity,
                 values ? kValueEmpty : kKeyEmpty);
     if (!values && row == 0) shared.mapped[slot.index] = mapped;
-    const uint32_t to = tile_at + (values ? kToValues : 0) + slot.index * (kKeys * Traits::kDim * 2);
-    bool odd = saturates;
-    if (I8_ABL == 2) {
-      if (codes[0].x == 0x12345678) StoreShared16(to, codes[0]);
-    } else if (saturates) {
-      odd = ConvertRow<true>(codes, from, to, scale) || odd;
+    constexpr uint32_t kToValues = offsetof(Shared, value) - offsetof(Shared, key);
+    const uint32_t to = key_row + (values ? kToValues : 0) + slot.index * (kKeys * Traits::kDim * 2);
+    if (saturates) {
+      ConvertRow<true>(codes, from, to, scale);
     } else {
-      odd = ConvertRow<false>(codes, from, to, scale) || odd;
+      ConvertRow<false>(codes, from, to, scale);
     }
-    if (values && __any_sync(~0u, odd)) TakeOutNonFinite(shared.value[slot.index], seen, non_finite);
-    if (I8_ABL != 3) FenceAsyncProxy();
+    if (in_part && odd) TakeOutNonFinite(to, block.row_seen, non_finite);
+    FenceAsyncProxy();
     __syncwarp();
     if (threadIdx.x % kWarp == 0) {
       Arrive(values ? &shared.value_full[slot.index] : &shared.key_full[slot.index]);
@@ -127,61 +124,47 @@ struct ConverterSm90 {
       Arrive(&shared.codes.empty[code_slot.index]);
     }
     code_slot.Advance();
-    if (I8_TWO) code_slot.Advance();
-    if (values && !I8_TWO) {
+    if (values) {
       value_slot.Advance();
     } else {
       key_slot.Advance();
     }
   }
 
-  // From this thread's row; see non_finite_sm90.cuh.
-  __device__ __forceinline__ void TakeOutNonFinite(E* tile, bool seen, int* non_finite) const {
+  // Where chunk `chunk` is of the row of E at `row`.
+  __device__ static uint32_t ChunkAt(uint32_t row, int chunk) {
+    return (row ^ chunk % 8 * 16) + chunk / 8 * (kKeys * 128);
+  }
+
+  template <bool kSaturates>
+  __device__ __forceinline__ void ConvertRow(uint4 (&codes)[kAhead], uint32_t from, uint32_t to, Scale scale) const {
+    constexpr int kPairs = Codes::kPerWord / 2;
+#pragma unroll
+    for (int chunk = 0; chunk < kStoredChunks; ++chunk) {
+      const uint4 x = codes[chunk % kAhead];
+      if (chunk + kAhead < kStoredChunks) codes[chunk % kAhead] = LoadShared16(from ^ (chunk + kAhead) * 16);
+      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+      uint32_t pairs[4][kPairs];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) Codes::template Neighbours<kSaturates>(words[w], scale, pairs[w]);
+      const auto pair = [&](int i) { return pairs[i / kPairs][i % kPairs]; };
+#pragma unroll
+      for (int k = 0; k < kPairs; ++k) {
+        StoreShared16(ChunkAt(to, kPairs * chunk + k), {pair(4 * k), pair(4 * k + 1), pair(4 * k + 2), pair(4 * k + 3)});
+      }
+    }
+  }
+
+  // From this thread's row at `to`; see non_finite_sm90.cuh.
+  __device__ __forceinline__ void TakeOutNonFinite(uint32_t to, bool seen, int* non_finite) const {
     bool found = false;
 #pragma unroll 1
     for (int chunk = 0; chunk < Traits::kChunks; ++chunk) {
-      uint4& x = *reinterpret_cast<uint4*>(tile + PanelIndex<kKeys>(row, chunk * kChunk));
+      const uint4 x = LoadShared16(ChunkAt(to, chunk));
       found = found || HasNonFinite<E>(x);
-      x = FiniteOrZero<E>(x);
+      StoreShared16(ChunkAt(to, chunk), FiniteOrZero<E>(x));
     }
     if (found && seen) atomicOr(non_finite, 1);
-  }
-
-  static constexpr int kAhead = I8_AHEAD < kStoredChunks ? I8_AHEAD : kStoredChunks;  // chunks that are read before they are needed
-
-  // Whether a code was NaN (fp8).
-  template <bool kSaturates>
-  __device__ __forceinline__ bool ConvertRow(uint4 (&codes)[kAhead], uint32_t from, uint32_t to, Scale scale) const {
-    constexpr int kPairs = Codes::kPerWord / 2;
-    bool odd = false;
-    constexpr int kUnroll = I8_UNROLL ? I8_UNROLL : kStoredChunks / kAhead;
-#pragma unroll kUnroll
-    for (int base_chunk = 0; base_chunk < kStoredChunks; base_chunk += kAhead) {
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        const uint4 x = codes[k];
-        const int chunk = base_chunk + k;
-        if (base_chunk + kAhead < kStoredChunks) codes[k] = LoadShared16(from ^ (chunk + kAhead) * 16);
-        if constexpr (!kRowParams) odd |= HasNonFinite<fp8_e4m3>(x);
-        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-        uint32_t pairs[4][kPairs];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-          if constexpr (I8_ABL == 1) {
-            for (int j = 0; j < kPairs; ++j) pairs[w][j] = words[w] & 0x3fff3fffu;
-          } else {
-            Codes::template Neighbours<kSaturates>(words[w], scale, pairs[w]);
-          }
-        }
-        const auto pair = [&](int i) { return pairs[i / kPairs][i % kPairs]; };
-        const uint32_t first = (to ^ kPairs * chunk % 8 * 16) + kPairs * chunk / 8 * (kKeys * 128);
-#pragma unroll
-        for (int j = 0; j < kPairs; ++j) {
-          StoreShared16(first ^ j * 16, {pair(4 * j), pair(4 * j + 1), pair(4 * j + 2), pair(4 * j + 3)});
-        }
-      }
-    }
-    return odd;
   }
 };
 

@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
   } else if (Traits::kQuantised && warpgroup > Traits::kConsumers) {
     GiveRegisters<Traits::kConverterRegisters>();
     if constexpr (Traits::kQuantised) {
-      ConverterSm90<Traits, Params> converter(params, shared, warpgroup - Traits::kConsumers - 1);
+      ConverterSm90<Traits, Params> converter(params, shared);
       for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
         WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
         TileSm90<Traits>& tile = shared.tiles[slot.index];

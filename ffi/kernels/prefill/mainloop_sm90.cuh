@@ -85,19 +85,14 @@ struct CodeRingSm90<Traits, true> {
   static constexpr int kParams = kHasRowParams<Traits::kKvDType> ? Traits::kKeys : 4;
   alignas(1024) unsigned char tile[Traits::kCodeStages][Traits::kKeys * Traits::kStoredBytes];
   alignas(16) uint32_t row_params[Traits::kCodeStages][kParams];  // garbage where a page is unmapped
-  static constexpr int kBarriers = Traits::kConverters * Traits::kCodeStages;
-  uint64_t full[kBarriers], empty[kBarriers];
+  uint64_t full[Traits::kCodeStages], empty[Traits::kCodeStages];
   uint32_t mapped[Traits::kCodeStages];  // see SharedSm90
 };
 
 // Whether the i-th of `count` tiles of codes holds values. They are copied and converted in the order in which
 // consumers wait: K of a block before V of the block before it. Values are released last, half a block's time before
 // they are needed again: to convert the next keys in that time too would make consumers wait.
-#if I8_TWO
-__device__ constexpr bool HoldsValues(int i, int count) { return i % 2 == 1; }
-#else
 __device__ constexpr bool HoldsValues(int i, int count) { return i % 2 == 0 ? i > 0 : i == count - 1; }
-#endif
 
 template <class Traits>
 struct SharedSm90 {
@@ -118,8 +113,8 @@ struct SharedSm90 {
 
   // By one thread, before anything else.
   __device__ void InitBarriers(int cluster) {
-    constexpr int kConsumerWarps = 4 * Traits::kConsumers, kConverterWarps = 4 * Traits::kConverters;
-    constexpr int kFullArrivals = Traits::kQuantised ? 4 : 1;
+    constexpr int kConsumerWarps = 4 * Traits::kConsumers, kConverterWarps = Traits::kQuantised ? 4 : 0;
+    constexpr int kFullArrivals = Traits::kQuantised ? kConverterWarps : 1;
     InitBarrier(&query_full, 1);
     InitBarrier(&query_empty, kConsumerWarps);
     for (int i = 0; i < Traits::kStages; ++i) {
@@ -136,9 +131,9 @@ struct SharedSm90 {
       InitBarrier(&tile_empty[i], (kConsumerWarps + kConverterWarps + 2) * kWarp);  // and the producers
     }
     if constexpr (Traits::kQuantised) {
-      for (int i = 0; i < codes.kBarriers; ++i) {
+      for (int i = 0; i < Traits::kCodeStages; ++i) {
         InitBarrier(&codes.full[i], 1);
-        InitBarrier(&codes.empty[i], 4);
+        InitBarrier(&codes.empty[i], kConverterWarps);
       }
     }
     FenceBarrierInit();
@@ -182,7 +177,7 @@ struct ProducerSm90 {
   const int lane = threadIdx.x % kWarp;
   const int share = args.schedule.cluster == 1 ? kKeys : kKeys / kCluster;  // keys of a tile that this block copies
   const int share_begin = RankInCluster(args.schedule) * share;
-  RingSlot<Traits::kQuantised ? Traits::kConverters * Traits::kCodeStages : kStages> slot{1};
+  RingSlot<Traits::kQuantised ? Traits::kCodeStages : kStages> slot{1};
   uint32_t query_parity = 1;
   uint32_t landed_parities = 0;  // bit i: of value_landed[i]
   // The next block. What is the same for all blocks of a run is worked out once: a producer's instructions take 13
@@ -252,22 +247,19 @@ struct ProducerSm90 {
     const int box = args.box_keys, first_slot = FirstSlot(), page = NextPage();
     const uint32_t mapped = MappedGroups(page);
     uint64_t* const full = &shared.codes.full[slot.index];
-    const bool wraps = Traits::kConverters == 2 && slot.index >= Traits::kCodeStages;
-    const int place = wraps ? slot.index - Traits::kCodeStages : slot.index;
-    const int before = Traits::kConverters == 1 || wraps ? place : slot.index + Traits::kCodeStages;
-    WaitBarrier(&shared.codes.empty[before], slot.parity ^ wraps, kCodesEmpty);
+    WaitBarrier(&shared.codes.empty[slot.index], slot.parity, kCodesEmpty);
     if (lane == 0) {
-      shared.codes.mapped[place] = mapped;
+      shared.codes.mapped[slot.index] = mapped;
       constexpr int kParamBytes = kHasRowParams<Traits::kKvDType> ? 8 * 4 : 0;  // of a group
       ArriveExpecting(full, kKeys * Traits::kStoredBytes + __popc(mapped) * kParamBytes);
     }
     __syncwarp();
     if (lane_key < kKeys) {
-      CopyBox4(SharedAddress(shared.codes.tile[place]) + lane_key * Traits::kStoredBytes,
+      CopyBox4(SharedAddress(shared.codes.tile[slot.index]) + lane_key * Traits::kStoredBytes,
                values ? &args.value : &args.key, full, 0, first_slot, head, page);
       if (kHasRowParams<Traits::kKvDType> && page != kNoPage) {
         const char* params = static_cast<const char*>(values ? cache.value_params : cache.key_params);
-        CopyBytes(SharedAddress(&shared.codes.row_params[place][lane_key]),
+        CopyBytes(SharedAddress(&shared.codes.row_params[slot.index][lane_key]),
                   params + CacheRow(cache, page, head, first_slot) * 4, box * 4, full);
       }
     }

@@ -44,17 +44,16 @@ struct TraitsSm90 {
   static constexpr int kKeys = Tiles::kKeys;
   static constexpr int kStages = Tiles::kStages;
   static constexpr int kQuerySteps = Tiles::kQuerySteps;
-  static constexpr int kConverters = kQuantised ? I8_TWO ? 2 : 1 : 0;
-  static constexpr int kThreads = 128 * (kConsumers + 1 + kConverters);
+  static constexpr int kThreads = 128 * (kConsumers + 1 + kQuantised);
   static constexpr int kChunks = kDim / kChunk;  // 16-byte chunks of a row
   static constexpr int kPanels = kDim / 64;      // a tensor copy with the 128-byte swizzle takes 64 columns
   static constexpr int kValuePanels = kValueDim / 64;
   static constexpr int kStoredBytes = static_cast<int>(RowBytes(kKv, kDim));  // of a stored row; of quantised ones
   static constexpr int kCodeStages = kStoredBytes == 128 ? 3 : 4;             // tiles of codes, of K and V in turn
   // 65,536 registers an SM.
-  static constexpr int kProducerRegisters = kConverters == 2 ? 32 : kConsumers == 2 ? 40 : 32;
-  static constexpr int kConverterRegisters = kConverters == 2 ? 32 : 72;
-  static constexpr int kConsumerRegisters = kConverters == 2 ? 192 : kConverters == 1 ? 200 : kConsumers == 2 ? 232 : 160;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConverterRegisters = 72;
+  static constexpr int kConsumerRegisters = kQuantised ? 200 : kConsumers == 2 ? 232 : 160;
   static_assert(kKv == kEType || (IsQuantised(kKv) && kDim == kValueDim));
   static_assert(kConsumers >= 2 && kConsumers <= 3 && kDim % 64 == 0 && kValueDim % 64 == 0);
   static_assert(kKeys % 16 == 0 && kKeys <= 256);
