@@ -133,6 +133,7 @@ PREFILL = tuple(
         (4, 4096, (32, 32), 64),
         (1, 16384, (32, 32), 64),
         (2, 8192, (8, 8), 256),
+        (1, 128, (32, 8), 128),  # what a launch costs
     )
     for causal in (False, True)
 )

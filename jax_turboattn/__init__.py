@@ -13,6 +13,7 @@ from .api import (
     paged_decode,
     ragged_attention,
 )
+from .backends import ffi as _ffi
 from .backends.ffi import export_disabled_checks
 from .cache import PagedKVCache
 from .inspection import explain
@@ -20,6 +21,10 @@ from .rope import RopeConfig
 from .rotation import apply_rope
 
 __version__ = "0.1.0"
+
+# Now, not when a call is traced: an exported program or one from a compilation cache may be a process's first.
+for _name in ("cpu", "cuda"):
+    _ffi.load(_name)
 
 __all__ = [
     "PagedKVCache",

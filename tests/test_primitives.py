@@ -1,6 +1,8 @@
 """The primitives under JAX's transformations: vmap equals a loop, scan, checkpoint, export, lowering for other platforms."""
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.export
@@ -209,6 +211,21 @@ def test_export_round_trip():
     )(*flat)
     restored = jax.export.deserialize(exported.serialize())
     same(restored.call(*flat), function(*arguments))
+
+
+def test_an_exported_program_may_be_the_first_of_a_process(tmp_path):
+    exported = jax.export.export(
+        jax.jit(lambda q, k, v: ta.attention(q, k, v)), disabled_checks=ta.export_disabled_checks()
+    )(*(jax.ShapeDtypeStruct((1, 4, 2, 16), jnp.float32),) * 3)
+    path = tmp_path / "program"
+    path.write_bytes(exported.serialize())
+    program = f"""
+import pathlib, jax, jax_turboattn, jax.numpy as jnp
+ones = jnp.ones((1, 4, 2, 16))
+print(float(jax.export.deserialize(bytearray(pathlib.Path({str(path)!r}).read_bytes())).call(ones, ones, ones).sum()))
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "128.0", done.stderr
 
 
 def test_lowering_for_another_platform_takes_its_own_rule(implementation, monkeypatch):

@@ -1,6 +1,6 @@
 """Index arrays that hold anything, many sets of them in one program: no wrong access, no write to a page not named.
 
-    python tests/gpu/fuzz_program.py [--implementation NAME] [--sets S] [--calls N] [--only REGEX]
+    python tests/gpu/fuzz_program.py [--implementation NAME] [--sets S] [--calls N] [--only REGEX] [--part I/N]
 
 Each program scans over `sets` sets of index arrays; the host sends `calls` times new ones. Pages 0 and N - 1 hold NaN
 and are never named: what reads them shows NaN, what writes any page that was not named is seen by comparing bytes. Runs
@@ -236,8 +236,10 @@ def main() -> int:
     parser.add_argument("--sets", type=int, default=100)
     parser.add_argument("--calls", type=int, default=100)
     parser.add_argument("--only", metavar="REGEX", default="", help="of `program dtype`")
+    parser.add_argument("--part", default="0/1", help="I/N: of N processes that share the programs out, this is I")
     args = parser.parse_args()
-    chosen = [(n, d) for n, d in PROGRAMS if re.search(args.only, f"{n} {d}")]
+    part, parts = map(int, args.part.split("/"))
+    chosen = [(n, d) for n, d in PROGRAMS if re.search(args.only, f"{n} {d}")][part::parts]
     if not chosen:
         print(f"no program has {args.only!r} in its name")
         return 5

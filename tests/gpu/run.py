@@ -16,6 +16,7 @@ ONLY, has nothing of that name).
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import datetime
 import json
@@ -37,6 +38,11 @@ RESULTS = ROOT / "benchmarks/results"
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
 NOTHING = 5  # exit status of pytest, and of the programs here, when nothing has the name that was asked for
 TAIL = 12  # lines of a stage's output that are shown, of a failed one three times as many
+JOBS = min(12, os.cpu_count() or 1)
+# compute-sanitizer itself dies now and then (SIGSEGV, after 25 s of these programs on average, XLA's own kernels among
+# them), in the middle of anything and without a word; what it finds, it sums up at the end.
+STARTS = 6
+FUZZ_PARTS = 28  # processes, short for the same reason; there are 28 programs
 
 # Every process beside others on one card: none may take all of its memory at the start. -P, as a variable that workers
 # inherit: the build, not the sources in the current folder.
@@ -70,6 +76,7 @@ class Stage:
     least: int
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     missing: str | None = None  # why it cannot run here
+    parts: list[list[str]] = dataclasses.field(default_factory=lambda: [[]])  # more arguments: a process each
 
 
 @dataclasses.dataclass
@@ -106,7 +113,6 @@ def chosen_stages(only: str) -> list[Stage]:
 
 def stages(word: str) -> list[Stage]:
     """All stages, restricted to what `word` selects when it is not empty."""
-    jobs = str(min(12, os.cpu_count() or 1))
     selected = ["-k", word] if word else []
     pytest = [
         PYTHON,
@@ -122,7 +128,7 @@ def stages(word: str) -> list[Stage]:
         "faulthandler_timeout=60",  # says in the log which test hangs
         *selected,
     ]
-    parallel = ["-n", jobs, "--dist", "worksteal"]  # workers keep runs of neighbours: one executable serves them
+    parallel = ["-n", str(JOBS), "--dist", "worksteal"]  # workers keep runs of neighbours: one executable serves them
     conformance = {name: ROOT / f"tests/backends/test_conformance_{name}.py" for name in ("cuda", "pallas")}
     found = [
         Stage(
@@ -144,8 +150,10 @@ def stages(word: str) -> list[Stage]:
         command = [*sanitize(sanitizer, tool), *cases]
         found.append(Stage(tool, command, 30, SANITIZED, missing))
     # 900 calls of each program: 10,800 through those that take a page table, lengths and offsets, twice that in all.
-    fuzz = [PYTHON, "tests/gpu/fuzz_program.py", "--sets", "100", "--calls", "9", *(["--only", word] if word else [])]
-    found.append(Stage("fuzz", [*sanitize(sanitizer, "memcheck"), *fuzz], 60, SANITIZED, missing))
+    fuzz = [*sanitize(sanitizer, "memcheck"), PYTHON, "tests/gpu/fuzz_program.py", "--sets", "100", "--calls", "9"]
+    fuzz += ["--only", word] if word else []
+    parts = [["--part", f"{i}/{FUZZ_PARTS}"] for i in range(FUZZ_PARTS)]
+    found.append(Stage("fuzz", fuzz, 60, SANITIZED, missing, parts))
     bench = [PYTHON, "benchmarks/bench_gpu.py", "--quick", *(["--only", word] if word else [])]
     found.append(Stage("bench", bench, 45))
     return found
@@ -212,18 +220,34 @@ def run(stage: Stage, end: float) -> Outcome:
     environment = dict(stage.environment)
     if stage.name == "bench" and end < float("inf"):
         environment["LIMIT"] = str(int(left) - 10)  # it stops in time by itself and reports what it has
-    status = execute(stage.command, log, end, environment)
-    again = ""
-    if status not in (0, None) and stage.environment is SANITIZED and "SUMMARY" not in log.read_text(errors="replace"):
-        # compute-sanitizer ends without a word now and then, in the middle of anything; what it finds, it sums up.
-        again = "; second run, the first ended without a summary"
-        status = execute(stage.command, log, end, environment)
+    part_logs = [log if len(stage.parts) == 1 else log.with_suffix(f".{i}.log") for i in range(len(stage.parts))]
+
+    def process(part: list[str], log: pathlib.Path) -> tuple[int | None, int]:
+        """Exit status, and how often it had to be started."""
+        for start in range(1, STARTS + 1):
+            status = execute([*stage.command, *part], log, end, environment)
+            died = stage.environment is SANITIZED and "SUMMARY" not in log.read_text(errors="replace")
+            if status in (0, None) or not died:
+                break
+        return status, start
+
+    with concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
+        outcomes = list(pool.map(process, stage.parts, part_logs))
+    bad = [i for i, (status, _) in enumerate(outcomes) if status not in (0, NOTHING)]
+    status = outcomes[bad[0]][0] if bad else min(status for status, _ in outcomes)
+    said = last_line(part_logs[bad[0] if bad else -1])
+    if len(stage.parts) > 1:
+        log.write_text("".join(part.read_text(errors="replace") for part in part_logs))
+        said = f"{len(stage.parts) - len(bad)} of {len(stage.parts)} processes passed; {said}"
+    again = sum(starts - 1 for _, starts in outcomes)
+    if again > 0:
+        said += f"; started again {again} times, having died without a summary"
     seconds = time.monotonic() - started
     result = {0: "passed", None: "out of time", NOTHING: "none"}.get(status, "failed")
     if "pytest" in stage.command and result == "passed" and " passed" not in last_line(log):
         result = "not run"  # every test was skipped
     show(log, TAIL if result == "passed" else 3 * TAIL)
-    return Outcome(stage.name, result, seconds, last_line(log) + again)
+    return Outcome(stage.name, result, seconds, said)
 
 
 def execute(command: list[str], log: pathlib.Path, end: float, environment: dict[str, str] | None = None) -> int | None:

@@ -236,6 +236,18 @@ __device__ __forceinline__ float Reciprocal(float x) {
   return y;
 }
 
+// 16 bytes to global memory, under a predicate: a branch would keep what is around it in order.
+__device__ __forceinline__ void StoreIf(bool condition, uint4* to, uint4 x) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %0, 0;\n"
+      "@p st.global.v4.b32 [%1], {%2, %3, %4, %5};\n"
+      "}\n" ::"r"(static_cast<int>(condition)),
+      "l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+      : "memory");
+}
+
 // A value that the compiler knows nothing about. It would turn base + constant into base | constant where it knows that
 // the bits are free, which no address field of an instruction can hold.
 __device__ __forceinline__ uint32_t Opaque(uint32_t x) {

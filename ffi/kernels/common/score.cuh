@@ -208,10 +208,10 @@ struct RowEnd {
 
 __device__ inline RowEnd EndRow(float max, float sum, const float* sinks, int head) {
   if (sum == 0.f) return {0.f, sinks != nullptr ? sinks[head] : -Infinity()};
-  if (sinks == nullptr) return {1.f / sum, fmaf(max, kLn2, logf(sum))};  // rounded once: far from 0 that shows
+  if (sinks == nullptr) return {Reciprocal(sum), fmaf(max, kLn2, logf(sum))};  // rounded once: far from 0 that shows
   SoftmaxState state = {max * kLn2, sum};
   const float weight = AddSink(&state, sinks[head]);
-  return {weight * InverseSum(state), LogSumExp(state)};
+  return {weight * Reciprocal(state.sum), LogSumExp(state)};
 }
 
 // Writes a pair of neighbouring columns.

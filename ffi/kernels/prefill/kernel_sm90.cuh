@@ -273,37 +273,35 @@ __device__ __forceinline__ void StoreRows(const Params& params, const TileSm90<T
                                           const ConsumerSm90<Traits, Params>& consumer) {
   using E = typename Traits::E;
   constexpr int kDim = Traits::kValueDim;
-  const TileRows<Traits::kRows>& rows = tile.rows;
   const int column = threadIdx.x % 4;
+  int64_t out_row[2];
+  bool exists[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float sum = consumer.RowSum(half), max = consumer.max[half] * consumer.rule.to_log2;
     const int row = consumer.Row(half);
-    const bool exists = row < tile.num_rows;
-    // Dense rows past query_lens have no denominator, not even the sink.
-    const float* sinks = rows.token[row] < tile.view.first_token + tile.view.q_len ? params.score.sinks : nullptr;
-    const RowEnd end = EndRow(max, sum, exists ? sinks : nullptr, rows.head[row]);
-    const int64_t out_row = rows.token[row] * params.num_heads + rows.head[row];
-    if (exists && column == 0) params.lse[out_row] = end.lse;
-    if (params.out_dtype == DType::kFloat32) {
-      if (!exists) continue;
+    exists[half] = row < tile.num_rows;
+    out_row[half] = tile.rows.token[row] * params.num_heads + tile.rows.head[row];
+    if (exists[half] && column == 0) params.lse[out_row[half]] = consumer.end[half].lse;
+  }
+  const auto scaled = [&](int d, int e) { return consumer.o[d][e] * consumer.end[e / 2].factor; };
+  if (params.out_dtype == DType::kFloat32) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!exists[half]) continue;
 #pragma unroll
       for (int d = 0; d < kDim / 8; ++d) {
-        StorePair<E>(params.out, params.out_dtype, out_row * kDim + 8 * d + column * 2,
-                     consumer.o[d][2 * half] * end.factor, consumer.o[d][2 * half + 1] * end.factor);
+        StorePair<E>(params.out, params.out_dtype, out_row[half] * kDim + 8 * d + column * 2, scaled(d, 2 * half),
+                     scaled(d, 2 * half + 1));
       }
-    } else {
+    }
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint4* const out = static_cast<uint4*>(params.out) + out_row[half] * (kDim / kChunk) + column;
 #pragma unroll
       for (int d = 0; d < kDim / 8; d += 4) {
-        uint32_t w[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          w[i] = Pack<E>(consumer.o[d + i][2 * half] * end.factor, consumer.o[d + i][2 * half + 1] * end.factor);
-        }
-        const uint4 chunk = TransposeQuad({w[0], w[1], w[2], w[3]});
-        if (exists) {
-          *reinterpret_cast<uint4*>(static_cast<E*>(params.out) + out_row * kDim + 8 * (d + column)) = chunk;
-        }
+        const auto word = [&](int i) { return Pack<E>(scaled(d + i, 2 * half), scaled(d + i, 2 * half + 1)); };
+        StoreIf(exists[half], out + d, TransposeQuad({word(0), word(1), word(2), word(3)}));
       }
     }
   }
@@ -318,7 +316,6 @@ __device__ __forceinline__ void StorePart(const PagedAttentionParams& params, co
   const int column = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float sum = consumer.RowSum(half), max = consumer.max[half] * consumer.rule.to_log2;
     const int row = consumer.Row(half);
     if (row >= tile.num_rows) continue;
 #pragma unroll
@@ -327,8 +324,8 @@ __device__ __forceinline__ void StorePart(const PagedAttentionParams& params, co
                                                                             consumer.o[d][2 * half + 1]};
     }
     if (column == 0) {
-      part[kRows * kDim + row] = max;
-      part[kRows * kDim + kRows + row] = sum;
+      part[kRows * kDim + row] = consumer.max[half];
+      part[kRows * kDim + kRows + row] = consumer.sum[half];
     }
   }
 }

@@ -403,8 +403,9 @@ struct ConsumerSm90 {
   float s[kKeys / 8][4];
   uint32_t p[kKeys / 16][4];
   uint32_t q[kQuerySteps > 0 ? kQuerySteps : 1][4];  // the query's columns of some steps: see InRegisters
-  float max[2];  // origin of the exponents, in x (see ScoreRule): within kSlack of the maximum
-  float sum[2];  // this thread's columns only
+  float max[2];  // origin of the exponents, in x (see ScoreRule): within kSlack of the maximum; in the end, in log2
+  float sum[2];  // this thread's columns only; in the end, all
+  RowEnd end[2];
   float alpha[2];
   bool moved;  // alpha is not 1 for a row of this warp
 
@@ -420,11 +421,6 @@ struct ConsumerSm90 {
 
   __device__ __forceinline__ int Row(int half) const {
     return 64 * warpgroup + thread / kWarp * 16 + 8 * half + lane / 4;
-  }
-  // The four lanes of a row have its columns between them.
-  __device__ __forceinline__ float RowSum(int half) const {
-    const float pair = sum[half] + __shfl_xor_sync(~0u, sum[half], 1);
-    return pair + __shfl_xor_sync(~0u, pair, 2);
   }
   __device__ __forceinline__ void SyncWarpgroup() const { SyncNamed(kOwnBarrier + warpgroup, kWarpgroup); }
   __device__ __forceinline__ void ArriveByWarp(uint64_t* barrier) const {
@@ -528,36 +524,36 @@ struct ConsumerSm90 {
     return static_cast<uint32_t>((uint64_t{1} << (keys / 8 * 2 + ::min(keys % 8, 2))) - 1);
   }
 
-  // -Inf where a row does not see a key. Which keys those are is a word a row, so that all kinds of masks have their
-  // many instructions in common.
-  __device__ __forceinline__ void Mask(const KeyBlockView& block) {
+  // The keys of a block that this thread's rows see: bit 2 n + e of a row's word is key 8 n + e of its columns. All kinds
+  // of masks become words, so that they have their many instructions in common.
+  struct SeenKeys {
+    bool all;
+    uint32_t keys[2];
+  };
+
+  // Asked for while the scores are being made: it takes 150 instructions.
+  __device__ __forceinline__ SeenKeys FindSeenKeys(const TileSm90<Traits>& tile, int block, uint32_t mapped) const {
+    const bool all = tile.blocks.common[tile.blocks.RunOf(block)].HoldsAll(tile.blocks.FirstKey(block), kKeys) &&
+                     mapped == kAllMapped && SegmentsOfKeys(params, 0) == nullptr;
+    if (all) return {true, {~0u, ~0u}};
+    const KeyBlockView view = ViewBlock(params, tile, block, mapped);
     const int column = lane % 4 * 2;
-    uint32_t seen[2];  // bit 2 n + e
-    if (block.key_segments == nullptr && block.tree == nullptr && block.mapped == kAllMapped) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int lo = rows->lo[block.run_index][Row(half)] - block.first_key - column;
-        const int hi = rows->hi[block.run_index][Row(half)] - block.first_key - column;
-        seen[half] = KeysBelow(hi) & ~KeysBelow(lo);
-      }
-    } else {
-      uint64_t both = 0;
+    if (view.key_segments == nullptr && view.tree == nullptr && mapped == kAllMapped) {
+      const auto keys = [&](int half) {
+        const int lo = rows->lo[view.run_index][Row(half)] - view.first_key - column;
+        const int hi = rows->hi[view.run_index][Row(half)] - view.first_key - column;
+        return KeysBelow(hi) & ~KeysBelow(lo);
+      };
+      return {false, {keys(0), keys(1)}};
+    }
+    uint64_t both = 0;
 #pragma unroll 1
-      for (int i = 0; i < kKeys / 2; ++i) {
-        const int half = i % 2, place = i / 2;
-        const bool sees = Sees(*rows, Row(half), block, place / 2 * 8 + place % 2 + column);
-        both |= static_cast<uint64_t>(sees) << (32 * half + place);
-      }
-      seen[0] = static_cast<uint32_t>(both);
-      seen[1] = static_cast<uint32_t>(both >> 32);
+    for (int i = 0; i < kKeys / 2; ++i) {
+      const int half = i % 2, place = i / 2;
+      const bool sees = Sees(*rows, Row(half), view, place / 2 * 8 + place % 2 + column);
+      both |= static_cast<uint64_t>(sees) << (32 * half + place);
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int i = 0; i < kKeys / 4; ++i) {
-        if ((seen[half] >> i & 1u) == 0) s[i / 2][2 * half + i % 2] = -Infinity();
-      }
-    }
+    return {false, {static_cast<uint32_t>(both), static_cast<uint32_t>(both >> 32)}};
   }
 
   // Scores to probabilities, in place; the sums follow, o waits for Rescale(). See MainloopSm80::Softmax.
@@ -667,17 +663,41 @@ struct ConsumerSm90 {
     }
   }
 
-  __device__ __forceinline__ void ModifyAndMask(const TileSm90<Traits>& tile, int block, uint32_t mapped) {
-    const bool whole = tile.blocks.common[tile.blocks.RunOf(block)].HoldsAll(tile.blocks.FirstKey(block), kKeys) &&
-                       mapped == kAllMapped && SegmentsOfKeys(params, 0) == nullptr;
-    if (whole && !rule.modified) return;
-    const KeyBlockView view = ViewBlock(params, tile, block, mapped);
+  // Soft cap, scale and ALiBi where asked for, then -Inf where a row does not see a key.
+  __device__ __forceinline__ void ModifyAndMask(const TileSm90<Traits>& tile, int block, uint32_t mapped,
+                                                const SeenKeys& seen) {
     if (rule.modified) {
       const bool has_alibi = params.score.alibi_slopes != nullptr;
       constexpr int kPart = kValueDim == 128 ? 4 : 2;  // the most that the plain path does not pay for by spills
-      ModifyScores<kPart>(rule, has_alibi, *rows, Row(0), view, s);
+      ModifyScores<kPart>(rule, has_alibi, *rows, Row(0), ViewBlock(params, tile, block, mapped), s);
     }
-    if (!whole) Mask(view);
+    if (seen.all) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < kKeys / 4; ++i) {
+        if ((seen.keys[half] >> i & 1u) == 0) s[i / 2][2 * half + i % 2] = -Infinity();
+      }
+    }
+  }
+
+  // What is left to do of the rows but for their values.
+  __device__ __forceinline__ void EndRows(const TileSm90<Traits>& tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // The four lanes of a row have its columns between them.
+      sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
+      sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
+      max[half] *= rule.to_log2;
+    }
+    if (tile.part != kWholeTile) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      // Dense rows past query_lens have no denominator, not even the sink.
+      const bool exists = Row(half) < tile.num_rows;
+      const bool has_sink = exists && rows->token[Row(half)] < tile.view.first_token + tile.view.q_len;
+      end[half] = EndRow(max[half], sum[half], has_sink ? params.score.sinks : nullptr, rows->head[Row(half)]);
+    }
   }
 
   // The first of the plain blocks that end with `block`, block + 1 if it is none: scores stay as they are and all rows
@@ -700,11 +720,16 @@ struct ConsumerSm90 {
     WaitValues();
     IssueValues();
     PassTurn();
-    const uint32_t mapped = kPlain ? kAllMapped : MappedKeys();
+    [[maybe_unused]] uint32_t mapped;
+    [[maybe_unused]] SeenKeys seen;
+    if constexpr (!kPlain) {
+      mapped = MappedKeys();
+      seen = FindSeenKeys(tile, block, mapped);
+    }
     WgmmaWait<1>();
     HoldRegisters(s);
     ReleaseKeys(block == begin);
-    if constexpr (!kPlain) ModifyAndMask(tile, block, mapped);
+    if constexpr (!kPlain) ModifyAndMask(tile, block, mapped, seen);
     Softmax();
     HoldRegisters(s);  // softmax is done before the wait, not after
     if (block % 2 == 0) {
@@ -719,8 +744,7 @@ struct ConsumerSm90 {
     PackProbabilities();
   }
 
-  // tile.rows is filled in.
-  __device__ __forceinline__ void Run(const TileSm90<Traits>& tile) {
+  __device__ __forceinline__ void StartRows() {
 #pragma unroll
     for (int d = 0; d < kValueDim / 8; ++d) o[d][0] = o[d][1] = o[d][2] = o[d][3] = 0.f;
 #pragma unroll
@@ -728,10 +752,19 @@ struct ConsumerSm90 {
       max[half] = -Infinity();
       sum[half] = 0.f;
     }
+  }
+
+  // tile.rows is filled in. What begins and ends rows is done under products where it can: tiles of 1,024 keys spend a
+  // third of their time on it.
+  __device__ __forceinline__ void Run(const TileSm90<Traits>& tile) {
     PassOver(tile.unit_end - tile.end);
     const int begin = tile.begin;
     int block = tile.end - 1;
-    if (block < begin) return;
+    if (block < begin) {
+      StartRows();
+      EndRows(tile);
+      return;
+    }
     if (args.query_by_copy) {
       WaitBarrier(&shared.query_full, query_parity, kQueryFull);
       query_parity ^= 1u;
@@ -742,11 +775,13 @@ struct ConsumerSm90 {
     if constexpr (kQuerySteps > 0) LoadQueryFragments();
     WaitKeys();
     IssueScores();
+    StartRows();
     const uint32_t mapped = MappedKeys();
+    const SeenKeys seen = FindSeenKeys(tile, block, mapped);
     WgmmaWait<0>();
     HoldRegisters(s);
     ReleaseKeys(block == begin);
-    ModifyAndMask(tile, block, mapped);
+    ModifyAndMask(tile, block, mapped, seen);
     Softmax();
     PackProbabilities();
     while (block > begin) {
@@ -757,6 +792,7 @@ struct ConsumerSm90 {
     }
     WaitValues();
     IssueValues();
+    EndRows(tile);
     WgmmaWait<0>();
     HoldRegisters(o);
     HoldRegisters(p);
