@@ -104,17 +104,18 @@ int64_t MaxUnits(const Params& params, int cluster) {
   return cluster == 1 ? MaxTiles<Traits::kRows>(params) : MaxTiles<kCluster * Traits::kRows>(params);
 }
 
-// Blocks in clusters read half the bytes from L2. That takes less power, for which the card gives a higher clock: 1 to
-// 4 % of the time from 4,096 keys up on an H200, nothing at 2,048, and at 1,024 they were 6 % slower: they wait for
-// each other. So not where that costs more than it saves: few keys, windows (neighbours see different blocks), and one
-// tile in ten or more without a neighbour. Plain arrays of head dim 128 have been measured; head dim 64 was 2 to 8 %
-// slower at 4,096 keys; pages, packed calls and other head dims, for which the kernel is ready, have not been.
+// Blocks in clusters read half the bytes from L2. That takes less power, for which the card gives a higher clock: full
+// calls gain 2 % at 1,024 keys and 8 % at 2,048 on an H200, causal ones 2 % from 2,048 up, but at 1,024 they are 2 %
+// slower: blocks wait for each other. So not where that costs more than it saves: few keys, windows (neighbours see
+// different blocks), and one tile in ten or more without a neighbour. Plain arrays of head dim 128 have been measured;
+// head dim 64 was 2 to 8 % slower at 4,096 keys; pages, packed calls and other head dims, for which the kernel is
+// ready, have not been.
 template <class Traits, class Params>
 int ChooseCluster(const Params& params) {
-  constexpr int64_t kMinKeys = 1280;
+  const int64_t min_keys = params.score.is_causal ? 1280 : 1024;
   constexpr bool kMeasured = std::is_same_v<Params, LinearAttentionParams> && Traits::kDim == 128 &&
                              Traits::kValueDim == 128 && !Traits::kQuantised;
-  if (!kMeasured || UniformQueryLength(params) == 0 || MaxKeysOf(params) < kMinKeys || params.score.window != nullptr) {
+  if (!kMeasured || UniformQueryLength(params) == 0 || MaxKeysOf(params) < min_keys || params.score.window != nullptr) {
     return 1;
   }
   const int64_t tiles = MaxUnits<Traits>(params, 1), room = kCluster * MaxUnits<Traits>(params, kCluster);

@@ -524,8 +524,8 @@ struct ConsumerSm90 {
     return static_cast<uint32_t>((uint64_t{1} << (keys / 8 * 2 + ::min(keys % 8, 2))) - 1);
   }
 
-  // The keys of a block that this thread's rows see: bit 2 n + e of a row's word is key 8 n + e of its columns. All kinds
-  // of masks become words, so that they have their many instructions in common.
+  // The keys of a block that this thread's rows see: bit 2 n + e of a row's word is key 8 n + e of its columns. All
+  // kinds of masks become words, so that they have their many instructions in common.
   struct SeenKeys {
     bool all;
     uint32_t keys[2];
