@@ -19,6 +19,8 @@ KERNELS = [
     ("decode", "sm80", "int8"),
     *(("prefill", family, "bfloat16") for family in ("sm90", "sm80")),
     ("prefill", "sm80", "int8"),
+    *(("decode", family, "int4") for family in ("sm90", "sm80")),
+    ("prefill", "sm80", "int4"),
 ]
 WIDE_KERNELS = ("attention", "prefill")  # of head dim 192, values of 128: sm90 alone
 
@@ -56,6 +58,15 @@ def paged(kv_dtype: str, implementation: str | None, dims: tuple[int, int] = (64
 def test_kernels_of_a_paged_call(implementation, kernels):
     found = paged("bfloat16", implementation)
     assert found.chosen and list(found.kernels) == [f"{name}_bfloat16" for name in kernels]
+
+
+@pytest.mark.parametrize(
+    "implementation, decode", [(None, ["sm90", "sm80"]), ("cuda:sm80", ["sm80"]), ("cuda:sm90", ["sm90"])]
+)
+def test_decode_kernels_of_a_cache(implementation, decode):
+    """A decode family of some caches alone, beside a prefill family that it has not."""
+    names = [f"decode_{family}_int4" for family in decode] + ["prefill_sm80_int4"]
+    assert list(paged("int4", implementation).kernels) == names
 
 
 def test_a_family_without_a_kernel_is_refused():

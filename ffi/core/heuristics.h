@@ -56,7 +56,7 @@ constexpr int64_t kMaxClusterKeys = 16384;  // a list of two blocks an SM reads 
 // them all would lose more to that than a launch costs.
 constexpr int64_t kMaxDecodeAppends = 128;
 
-constexpr int kLogDecodeKeys = 6, kDecodeKeys = 1 << kLogDecodeKeys;  // keys a block of the flat list
+constexpr int kDecodeKeys = 64;  // keys a block of the flat list
 
 // A schedule is int32[kMaxDecodeBlocks, kScheduleInts]: where each block of a decode grid starts in the flat list.
 constexpr int64_t kScheduleInts = 8;

@@ -2,7 +2,7 @@
 // to append_kv's rule, for index arrays that hold anything and units that are cut anywhere:
 //   whole    every row that append_kv writes is written, from its own token and turned as far, and no other;
 //   order    a part that reads a new key has stored it itself, knows that it has to before it loads the key's block
-//            (FirstBlock), and no other part of the unit has stored it;
+//            (FirstNewBlock), and no other part of the unit has stored it;
 //   memory   every array is its own heap block, so a sanitizer build sees any access outside.
 // usage: fuzz_new_rows COUNT [SEED]. Exit status 1 and a line on stderr at the first failure.
 #include <algorithm>
@@ -210,8 +210,6 @@ void FuzzStep(Random& random) {
             all[place].insert(mark);
           }
         }
-        threadIdx.x = 0;
-        const decode::NewRows<Traits> new_rows(params, facts, view, blocks, b, head, begin, end);
         for (int64_t block = begin; block < end && block < blocks.total(); ++block) {
           if (blocks.RunOf(static_cast<int>(block)) != kOwnRun) continue;
           const int first = blocks.FirstKey(static_cast<int>(block));
@@ -225,7 +223,7 @@ void FuzzStep(Random& random) {
               const auto found = append::g_stored.find({CacheRow(cache, to.page, head, to.slot), is_key});
               const uint16_t mark = Mark(view.first_token + t, heads, head, is_key);
               Check(found != append::g_stored.end() && found->second.count(mark) == 1, "a part reads before it stores");
-              Check(new_rows.FirstBlock() <= block, "a block with a new key is loaded before that is stored");
+              Check(decode::FirstNewBlock(params, facts, view, blocks) <= block, "a block with a new key is loaded before that is stored");
               const SinCos turn = RopeSinCos(append.rope, b, 0, view.first_token + t, FirstPosition(seqs) + position);
               Check(append::g_turned[mark] == turn.cos, "a row is turned by another angle");
             }

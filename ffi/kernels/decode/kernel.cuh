@@ -410,7 +410,7 @@ class PartQuery {
       : params_(params),
         facts_(facts),
         view_(view),
-        share_(share),
+        first_token_(share.first_token),
         b_(b),
         head_(head),
         first_row_(first_row),
@@ -435,7 +435,7 @@ class PartQuery {
     // The turns of a sequence's only token are for all rows of the query, and its key: a pair a thread.
     if (turns_pair_) {
       const int j = threadIdx.x;
-      const int64_t token = share_.first_token, at = view_.position;
+      const int64_t token = first_token_, at = view_.position;
       shared.turns()[j] = rope.turns != nullptr
                               ? RopeTurn(rope, RopeAngle(rope_step_, RopePosition(rope, j, token, at)))
                               : AnyTurn(rope, b_, j, token, at);
@@ -472,8 +472,7 @@ class PartQuery {
   const PagedAttentionParams& params_;
   const CallFacts& facts_;
   const SequenceView& view_;
-  const Share share_;
-  const int b_, head_, first_row_, rows_;
+  const int first_token_, b_, head_, first_row_, rows_;
   const bool one_token_, turns_pair_;
   const QueryChunks<Traits> chunks_;
   const uint64_t rope_step_;
