@@ -106,8 +106,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
                     static_cast<int64_t>(gridDim.x) * Traits::kWarps);
   }
   if (BatchOf(params) == 0) return;
-  // Ranges that overlap make more tiles than the grid holds: the last block of a head takes those one by one, not
-  // split.
+  // Ranges that overlap make more tiles than the grid holds: the last block of a head takes those one by one, uncut.
   int64_t extra = 0;  // tiles past those of the grid that this block has reached
   for (;;) {
     // Opaque: nothing of this is worth a register over the mainloop.
