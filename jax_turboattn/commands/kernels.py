@@ -40,7 +40,7 @@ def run(args) -> int:
     rows = kernels()
     if not rows:
         print("no extension module is loaded; `python -m jax_turboattn env` says why")
-        return 0
+        return 1
     if args.markdown:
         print(support_table(rows))
         return 0

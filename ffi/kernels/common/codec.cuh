@@ -7,7 +7,7 @@
 //   Neighbours<kSaturates>(word, scale, pairs)
 //                                       kPerWord neighbouring elements of a row, two a pair, in their order;
 //                                       !kSaturates: of rows that do not, in fewer instructions and with one rounding
-//                                       to E, not of the float32 sum (int8 to bf16: within scale / 512 of it)
+//                                       to E, not of the float32 sum
 //   kMiddle                             int8, int4: the middle code
 //   KeyCodes(word, pairs)               as Neighbours, but the codes themselves, less kMiddle, in fp16
 //   ValueCodes(word, pairs)             codes in fp16, pair i code i of both rows that the word's halves are of; int8

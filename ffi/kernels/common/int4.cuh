@@ -13,16 +13,18 @@ struct Codec<E, DType::kInt4> {
   static constexpr int kPerWord = 8;
   static constexpr int kMiddle = 8;
 
-  static __device__ __forceinline__ bool MaySaturate(Scale scale) { return turboattn::MaySaturate<E>(scale, 16.f); }
+  // bf16: neither may 64 times the scale, see Neighbours<false>.
+  static __device__ __forceinline__ bool MaySaturate(Scale scale) {
+    return turboattn::MaySaturate<E>(scale, std::is_same_v<E, bf16> ? 64.f : 16.f);
+  }
 
   template <bool kSaturates = true>
   static __device__ __forceinline__ void Neighbours(uint32_t word, Scale scale, uint32_t (&pairs)[4]) {
     if constexpr (!kSaturates) {
-      const uint32_t factor = Pack<E>(scale.scale, scale.scale), zero = Pack<E>(scale.zero, scale.zero);
+      constexpr float kUnit = std::is_same_v<E, bf16> ? 64.f : 1.f;  // 1 / kUnit of the codes
+      const uint32_t factor = Pack<E>(kUnit * scale.scale, kUnit * scale.scale), zero = Pack<E>(scale.zero, scale.zero);
       if constexpr (std::is_same_v<E, bf16>) {
-        constexpr uint32_t k128 = 0x43004300u, kMinus128 = 0xc300c300u, kOne = 0x3f803f80u;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) pairs[i] = FmaPair<E>(AndOr(word >> 4 * i, 0x000f000fu, k128), kOne, kMinus128);
+        SixtyFourths(word, pairs);
       } else {
         ToFp16(word, kMinus1024, kMinus64, pairs);
       }
@@ -66,6 +68,16 @@ struct Codec<E, DType::kInt4> {
     pairs[1] = FmaPair<fp16>(AndOr(word, 0x00f000f0u, k1024), kSixteenth, minus_sixteenth);
     pairs[2] = AddPair(AndOr(rest, 0x000f000fu, k1024), minus);
     pairs[3] = FmaPair<fp16>(AndOr(rest, 0x00f000f0u, k1024), kSixteenth, minus_sixteenth);
+  }
+
+  // 1/64 of the codes, in bf16, as in int8.cuh. Bits 4 .. 7 count 16 times as much.
+  static __device__ __forceinline__ void SixtyFourths(uint32_t word, uint32_t (&pairs)[4]) {
+    constexpr uint32_t k127 = 0x7f007f00u, k123 = 0x7d007d00u;  // 2^127, 2^123
+    const uint32_t rest = word >> 8;
+    pairs[0] = FmaPair<bf16>(word & 0x000f000fu, k127, 0);
+    pairs[1] = FmaPair<bf16>(word & 0x00f000f0u, k123, 0);
+    pairs[2] = FmaPair<bf16>(rest & 0x000f000fu, k127, 0);
+    pairs[3] = FmaPair<bf16>(rest & 0x00f000f0u, k123, 0);
   }
 
   // A nibble stays where it is, under the exponent that makes its lowest bit worth 1: 2^(23 - 4 kNibble).

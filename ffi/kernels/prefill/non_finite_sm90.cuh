@@ -81,7 +81,7 @@ __device__ __forceinline__ void AddNonFinite(const Params& params, const TileSm9
     // Nothing was taken from blocks that all rows see whole.
     const bool whole = tile.all_mapped && view.key_segments == nullptr &&
                        tile.unit_common[view.run_index].HoldsAll(view.first_key, kKeys);
-    if (whole && !Traits::kQuantised) continue;
+    if (whole) continue;
 #pragma unroll 1
     for (int key = 0; key < kKeys; ++key) {
       const int j = view.first_key + key;
