@@ -84,34 +84,42 @@ __device__ void ApplyPrologue(const QueryPrologue& prologue, int64_t b, const Ti
   });
 }
 
-// Rows 0 .. kRows - 1 of the tile into s_query, [kRows][kDim] E with swizzled chunks; rows past `rows` are zeros. By
-// the whole block of kThreads threads; ends with __syncthreads().
+// Starts the copies of a tile's query rows to s_query, [kRows][kDim] E with swizzled chunks: rows [first_row, first_row
+// + rows) of kv head `head` of a sequence whose tokens start at first_token; those past `rows` become zeros. Before
+// anything is known in shared memory, since the copies take long. By the whole block of kThreads threads.
 template <class E, int kRows, int kDim, int kThreads, class Params>
-__device__ void LoadQueryTile(const Params& params, int64_t b, const TileRows<kRows>& tile, int rows, E* s_query) {
-  constexpr int kChunks = kDim / kChunk, kItems = kRows * kChunks;
-  constexpr int kBatch = 8;  // loads in flight of a thread
-#pragma unroll 1
-  for (int base = threadIdx.x; base < kItems; base += kBatch * kThreads) {
-    uint4 x[kBatch];
+__device__ __forceinline__ void CopyQueryTile(const Params& params, int64_t first_token, int64_t head,
+                                              int64_t first_row, int rows, E* s_query) {
+  constexpr int kChunks = kDim / kChunk, kPassRows = kThreads / kChunks;
+  static_assert(kThreads % kChunks == 0 && kRows % kPassRows == 0);
+  const int group = GroupOf(params), r0 = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+  const int64_t token = Divide(first_row + r0, group), heads = params.num_heads;
+  int member = static_cast<int>(first_row + r0 - token * group);      // of the group
+  const int tokens = kPassRows / group, members = kPassRows % group;  // of a pass
+  const int64_t step = (tokens * heads + members) * kDim, next_token = (heads - group) * kDim;
+  const E* from = static_cast<const E*>(params.query) + ((first_token + token) * heads + head * group + member) * kDim +
+                  chunk * kChunk;
+  const uint32_t to = SharedAddress(s_query);
 #pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      const int i = base + k * kThreads, r = i / kChunks, chunk = i % kChunks;
-      x[k] = {0, 0, 0, 0};
-      if (i < kItems && r < rows) {
-        const int64_t row = tile.token[r] * params.num_heads + tile.head[r];
-        x[k] = *reinterpret_cast<const uint4*>(static_cast<const E*>(params.query) + row * kDim + chunk * kChunk);
-      }
-    }
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      const int i = base + k * kThreads;
-      if (i < kItems) reinterpret_cast<uint4*>(s_query)[SwizzledChunk<kChunks>(i / kChunks, i % kChunks)] = x[k];
+  for (int pass = 0; pass < kRows / kPassRows; ++pass) {
+    const int r = pass * kPassRows + r0;
+    CopyAsync16(to + SwizzledChunk<kChunks>(r, chunk) * 16, r < rows ? from : params.query, r < rows);
+    from += step;
+    member += members;
+    if (member >= group) {
+      member -= group;
+      from += next_token;
     }
   }
-  __syncthreads();
+}
+
+// The fused step's prologue on a tile that has been copied, and seen by all; ends with __syncthreads() where there is
+// one.
+template <class E, int kRows, int kDim, int kThreads, class Params>
+__device__ void TurnQueryTile(const Params& params, int64_t b, const TileRows<kRows>& tile, int rows, E* s_query) {
   if (const QueryPrologue* prologue = PrologueOf(params)) {
     const auto element = [&](int r, int d) -> E& {
-      return s_query[SwizzledChunk<kChunks>(r, d / kChunk) * kChunk + d % kChunk];
+      return s_query[SwizzledChunk<kDim / kChunk>(r, d / kChunk) * kChunk + d % kChunk];
     };
     ApplyPrologue<E, kDim, kThreads>(*prologue, b, tile, 0, rows, threadIdx.x, element);
     __syncthreads();

@@ -255,18 +255,6 @@ __device__ bool AllMapped(const PagedAttentionParams& params, const TileSm90<Tra
   return __all_sync(~0u, mapped);
 }
 
-// Four words of each lane of a quad, transposed: word j of lane c becomes word c of lane j.
-__device__ __forceinline__ uint4 TransposeQuad(uint4 w) {
-  const int lane = threadIdx.x % kWarp;
-  const bool odd = (lane & 1) != 0, high = (lane & 2) != 0;
-  const uint32_t own0 = high ? w.z : w.x, own1 = high ? w.w : w.y;
-  const uint32_t far0 = __shfl_xor_sync(~0u, high ? w.x : w.z, 2), far1 = __shfl_xor_sync(~0u, high ? w.y : w.w, 2);
-  const uint32_t mine = odd ? own1 : own0, its = odd ? far1 : far0;  // of this lane and lane ^ 2
-  const uint32_t near = __shfl_xor_sync(~0u, odd ? own0 : own1, 1), cross = __shfl_xor_sync(~0u, odd ? far0 : far1, 1);
-  const uint32_t a = odd ? near : mine, b = odd ? mine : near, c = odd ? cross : its, d = odd ? its : cross;
-  return high ? uint4{c, d, a, b} : uint4{a, b, c, d};
-}
-
 // Writes a consumer's rows.
 template <class Traits, class Params>
 __device__ __forceinline__ void StoreRows(const Params& params, const TileSm90<Traits>& tile,

@@ -2,7 +2,9 @@
 #ifndef TURBOATTN_KERNELS_PREFILL_LAUNCH_SM80_CUH_
 #define TURBOATTN_KERNELS_PREFILL_LAUNCH_SM80_CUH_
 
+#include <algorithm>
 #include <climits>
+#include <cstdint>
 #include <type_traits>
 #include <utility>
 
@@ -11,6 +13,18 @@
 #include "kernels/prefill/kernel_sm80.cuh"
 
 namespace turboattn::prefill {
+
+// Pairs of a sequence and a kv head whose tiles are taken together, by the bytes of their keys and values and of L2.
+// Causal tiles have many lengths, and the more of them a section has, the better they fill a card: on an H200 32 MB
+// were 6 to 7 % faster than pair after pair, 1 to 3 % than 16 MB and up to 2 % than 64. Other tiles are all alike, and
+// what L2 loses is read again: 8 MB were 1 to 4 % faster than 64, and than pair after pair.
+template <class Traits, class Params>
+int ChooseSection(const Params& params, int l2) {
+  const int64_t bytes = params.score.is_causal ? l2 / 2 : l2 / 6;
+  const int64_t pair_bytes = std::max<int64_t>(MaxKeysOf(params), 1) * 2 * Traits::kStoredBytes;
+  const int64_t pairs = std::max<int64_t>(BatchOf(params) * KvHeadsOf(params), 1);
+  return static_cast<int>(std::clamp<int64_t>(bytes / pair_bytes, 1, pairs));
+}
 
 template <class Traits, class Params>
 cudaError_t LaunchSm80(const Params& params, cudaStream_t stream) {
@@ -25,9 +39,14 @@ cudaError_t LaunchSm80(const Params& params, cudaStream_t stream) {
   if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
   constexpr int kBytes = sizeof(SharedSm80<Traits>);
   const auto kernel = &PrefillSm80<Traits, Params>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  int device = 0, l2 = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&l2, cudaDevAttrL2CacheSize, device);
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  }
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<int>(blocks), Traits::kThreads, kBytes, stream>>>(tiled);
+  kernel<<<static_cast<int>(blocks), Traits::kThreads, kBytes, stream>>>(tiled, ChooseSection<Traits>(params, l2));
   if constexpr (std::is_same_v<Params, PagedAttentionParams>) {
     if (SplitsOf(params) > 1 && params.seqs.batch > 0) {
       const cudaError_t launched = cudaGetLastError();

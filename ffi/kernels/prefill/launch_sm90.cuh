@@ -94,8 +94,6 @@ constexpr int64_t kItemsOfWorker = 4;
 // took 16 % of 16 x 1024 on an H200.
 constexpr int64_t kSectionBytes = int64_t{2} << 20;
 
-inline int64_t MaxKeysOf(const LinearAttentionParams& params) { return params.num_keys; }
-inline int64_t MaxKeysOf(const PagedAttentionParams& params) { return params.seqs.max_pages * params.cache.page_size; }
 inline int64_t MaxPartsOf(const LinearAttentionParams&) { return 0; }
 inline int64_t MaxPartsOf(const PagedAttentionParams& params) { return params.plan.prefill_parts; }
 

@@ -40,9 +40,10 @@ struct SharedSm80 {
   int64_t head;           // kv head
   float head_scale[2];    // fp8: of K and V
   int begin, end;         // blocks [begin, end) of the list are this part's
+  int late;               // from this block on, rows of the tile's first half see none of the last kLateKeys keys
   int num_rows;
   int parts;      // that the tile's keys are cut in
-  int64_t extra;  // tiles past those of the grid that this block has reached
+  int64_t extra;  // see the kernel
 };
 
 // One tile of rows over all its blocks. Accumulators live in the fields, so everything is inlined.
@@ -54,6 +55,7 @@ struct MainloopSm80 {
   static constexpr int kKeys = Traits::kKeys, kDim = Traits::kDim, kFragments = Traits::kFragments;
   static constexpr int kChunks = Traits::kChunks, kStoredChunks = Traits::kStoredChunks;
   static constexpr int kGroups = kKeys / 8;
+  static constexpr int kFragmentRows = Traits::kRows / kFragments;
   static constexpr float kSlack = 8.f;   // in exponents of 2: probabilities up to 256, far inside E
   static constexpr float kFar = 1024.f;  // exponents of 2; half an ulp there is 2^-14
 
@@ -63,10 +65,10 @@ struct MainloopSm80 {
   const BlockList<kKeys>& blocks;
   const ScoreRule rule;
 
-  // Results: row 16 f + 8 half + lane / 4 of the warp's rows.
+  // Results: of Row(f, half).
   float o[kFragments][kDim / 8][4] = {};
   float max[kFragments][2];       // origin of the exponents, in x (see ScoreRule): within kSlack of the maximum
-  float sum[kFragments][2] = {};  // this thread's columns only: the kernel adds the others'
+  float sum[kFragments][2] = {};  // this thread's columns only
 
   static constexpr bool kPaged = std::is_same_v<Params, PagedAttentionParams>;
   // What is known of a block. Bit g below 16: its keys 8 g .. 8 g + 7 lie on a mapped page.
@@ -259,7 +261,28 @@ struct MainloopSm80 {
 
   // ---- arithmetic
 
-  __device__ int WarpRow() const { return threadIdx.x / 32 * Traits::kWarpRows; }
+  // A warp has 16 rows of each half of a tile, not 32 that follow each other: where the first half sees nothing, on the
+  // diagonal, all warps have the same to leave out.
+  static __device__ __forceinline__ int Row(int f, int half) {
+    return kFragmentRows * f + threadIdx.x / 32 * 16 + 8 * half + threadIdx.x % 32 / 4;
+  }
+
+  // c += a b, of fragment f and keys 16 n .. 16 n + 15. early == 0: rows of fragment 0 see none of the last kLateKeys.
+  // By a predicate: a path of its own was 2 to 4 % slower on an H200.
+  static __device__ __forceinline__ void Multiply(int f, int n, uint32_t early, float (&c)[4], const uint32_t (&a)[4],
+                                                  uint32_t b0, uint32_t b1) {
+    if (kFragments == 2 && f == 0 && n >= (kKeys - Traits::kLateKeys) / 16) {
+      MmaIf<E>(early, c, a, b0, b1);
+    } else {
+      Mma<E>(c, a, b0, b1);
+    }
+  }
+
+  // All columns'.
+  __device__ __forceinline__ float RowSum(int f, int half) const {
+    const float pair = sum[f][half] + __shfl_xor_sync(~0u, sum[f][half], 1);
+    return pair + __shfl_xor_sync(~0u, pair, 2);
+  }
 
   // Address of chunk `half` (0 or 1) of a row of a tile of E. Chunk half + 2 k of the same row is at this ^ 32 k: tiles
   // start at multiples of a row's length, kPitch.
@@ -271,17 +294,18 @@ struct MainloopSm80 {
   // s = Q K^T of the warp's rows, while V of the block is loaded.
   __device__ void MultiplyKeys(int block, float (&s)[kFragments][kKeys / 8][4]) {
     const int lane = threadIdx.x % 32;
-    const int query_row = WarpRow() + (lane / 8 % 2) * 8 + lane % 8, key_row = lane / 16 * 8 + lane % 8;
+    const int query_row = threadIdx.x / 32 * 16 + (lane / 8 % 2) * 8 + lane % 8, key_row = lane / 16 * 8 + lane % 8;
     const uint32_t query = FirstChunk(shared.query, query_row, lane / 16);
     const uint32_t keys = FirstChunk(Tile<false>(), key_row, lane / 8 % 2);
     LoadParams<true>(block);
+    const uint32_t early = block < shared.late;
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
       if (k == 1) LookUp(block - 1);
       if (k == kDim / 16 - 1) Prepare(block - 1);
       uint32_t q[kFragments][4], x[kKeys / 16][4];
 #pragma unroll
-      for (int f = 0; f < kFragments; ++f) LoadMatrix4(q[f], (query ^ (32 * k)) + 16 * f * kPitch);
+      for (int f = 0; f < kFragments; ++f) LoadMatrix4(q[f], (query ^ (32 * k)) + kFragmentRows * f * kPitch);
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) LoadMatrix4(x[n], (keys ^ (32 * k)) + 16 * n * kPitch);
       if (k == 0) Load<true>(block, current);
@@ -289,8 +313,8 @@ struct MainloopSm80 {
       for (int n = 0; n < kKeys / 16; ++n) {
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
-          Mma<E>(s[f][2 * n], q[f], x[n][0], x[n][1]);
-          Mma<E>(s[f][2 * n + 1], q[f], x[n][2], x[n][3]);
+          Multiply(f, n, early, s[f][2 * n], q[f], x[n][0], x[n][1]);
+          Multiply(f, n, early, s[f][2 * n + 1], q[f], x[n][2], x[n][3]);
         }
       }
     }
@@ -298,13 +322,12 @@ struct MainloopSm80 {
 
   // Soft cap, scale and ALiBi where asked for, then -Inf where a row does not see a key.
   __device__ void ModifyAndMask(const KeyBlockView& block, bool partial, float (&s)[kFragments][kKeys / 8][4]) {
-    const int lane = threadIdx.x % 32;
     const bool ranges_only = block.key_segments == nullptr && block.tree == nullptr && block.mapped == kAllMapped;
     if (rule.modified) {
       const bool has_alibi = params.score.alibi_slopes != nullptr;
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
-        ModifyScores<4>(rule, has_alibi, shared.rows, WarpRow() + 16 * f + lane / 4, block, s[f]);
+        ModifyScores<4>(rule, has_alibi, shared.rows, Row(f, 0), block, s[f]);
       }
     }
     if (!partial) return;
@@ -312,7 +335,7 @@ struct MainloopSm80 {
     for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = WarpRow() + 16 * f + 8 * half + lane / 4, column = lane % 4 * 2;
+        const int row = Row(f, half), column = threadIdx.x % 4 * 2;
         if (ranges_only) {
           const int lo = shared.rows.lo[block.run_index][row] - block.first_key - column;
           const int hi = shared.rows.hi[block.run_index][row] - block.first_key - column;
@@ -383,8 +406,8 @@ struct MainloopSm80 {
         alpha[f][half] = 1.f;
         if (moves(f, half)) {
           alpha[f][half] = reference == -Infinity() ? 0.f : Exp2((reference - x) * rule.to_log2);
+          moved = moved || reference != -Infinity();  // else there is nothing to rescale
           reference = x;
-          moved = true;
         }
         origin[f][half] = origin_at(reference);
         // Where half an ulp of the origin is not small against 1, scores are taken from it before they are scaled.
@@ -435,6 +458,7 @@ struct MainloopSm80 {
     const int lane = threadIdx.x % 32;
     const uint32_t values = FirstChunk(Tile<true>(), (lane / 8 % 2) * 8 + lane % 8, lane / 16);
     LoadParams<false>(block - 1);
+    const uint32_t early = block < shared.late;
     uint32_t p[kKeys / 16][kFragments][4];
     Exponentiate(0, s, origin, p[0]);
 #pragma unroll
@@ -448,22 +472,35 @@ struct MainloopSm80 {
       for (int d = 0; d < kDim / 16; ++d) {
 #pragma unroll
         for (int f = 0; f < kFragments; ++f) {
-          Mma<E>(o[f][2 * d], p[n][f], x[d][0], x[d][1]);
-          Mma<E>(o[f][2 * d + 1], p[n][f], x[d][2], x[d][3]);
+          Multiply(f, n, early, o[f][2 * d], p[n][f], x[d][0], x[d][1]);
+          Multiply(f, n, early, o[f][2 * d + 1], p[n][f], x[d][2], x[d][3]);
         }
       }
     }
+  }
+
+  // As NextTile, of values that some rows see and others do not: whether one of them is Inf or NaN.
+  __device__ bool NextHasNonFinite() {
+    bool found = false;
+    if constexpr (Traits::kQuantised) {
+      NextTile<true>();
+      const uint4* tile = reinterpret_cast<const uint4*>(Tile<true>());
+      for (int i = threadIdx.x; i < kKeys * kChunks; i += Traits::kThreads) found = found || HasNonFinite<E>(tile[i]);
+    } else {
+      WaitCopies<0>();  // a thread looks at what it has copied, so that one barrier is enough
+      const uint32_t first = FirstTo<true>() - SharedAddress(shared.stored[1]);
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) {
+        found |= HasNonFinite<E>(*reinterpret_cast<const uint4*>(shared.stored[1] + To(first, pass)));
+      }
+    }
+    return __syncthreads_or(found) != 0;
   }
 
   // A value of Inf or NaN times a probability of 0 would reach rows that do not see its key. Where some rows of the
   // tile see a block only in part, such values are added to the rows that do see them and zeroed in the tile. Rare and
   // slow.
   __device__ void TakeOutNonFinite(const KeyBlockView& block, E* tile) {
-    bool found = false;
-    for (int i = threadIdx.x; i < kKeys * kChunks; i += Traits::kThreads) {
-      found = found || HasNonFinite<E>(reinterpret_cast<const uint4*>(tile)[i]);
-    }
-    if (!__syncthreads_or(found)) return;
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int key = 0; key < kKeys; ++key) {
@@ -471,7 +508,7 @@ struct MainloopSm80 {
       for (int f = 0; f < kFragments; ++f) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if (!Sees(shared.rows, WarpRow() + 16 * f + 8 * half + lane / 4, block, key)) continue;
+          if (!Sees(shared.rows, Row(f, half), block, key)) continue;
 #pragma unroll
           for (int d = 0; d < kDim / 8; ++d) {
 #pragma unroll
@@ -490,14 +527,18 @@ struct MainloopSm80 {
     __syncthreads();
   }
 
-  __device__ void Run() {
+  // Starts the copies of the first K.
+  __device__ void Start() {
     const int last = shared.end - 1;
     LookUp(last);
     Prepare(last);
     LoadParams<false>(last);
     Load<false>(last, next);
+  }
+
+  __device__ void Run() {
 #pragma unroll 1
-    for (int block = last; block >= shared.begin; --block) {
+    for (int block = shared.end - 1; block >= shared.begin; --block) {
       current = next;
       float s[kFragments][kKeys / 8][4] = {};
       NextTile<false>();
@@ -517,8 +558,11 @@ struct MainloopSm80 {
       if (partial || rule.modified) ModifyAndMask(seen(), partial, s);
       float origin[kFragments][2];
       MoveOrigins(s, origin);
-      NextTile<true>();
-      if (partial) TakeOutNonFinite(seen(), Tile<true>());
+      if (!partial) {
+        NextTile<true>();
+      } else if (NextHasNonFinite()) {
+        TakeOutNonFinite(seen(), Tile<true>());
+      }
       MultiplyValues(block, s, origin);
     }
   }

@@ -21,6 +21,10 @@ int64_t MaxTiles(const Params& params) {
   return tiles > 0 ? tiles : 1;
 }
 
+// Keys that a sequence can have.
+inline int64_t MaxKeysOf(const LinearAttentionParams& params) { return params.num_keys; }
+inline int64_t MaxKeysOf(const PagedAttentionParams& params) { return params.seqs.max_pages * params.cache.page_size; }
+
 }  // namespace turboattn::prefill
 
 #endif  // TURBOATTN_KERNELS_PREFILL_TILE_COUNT_CUH_

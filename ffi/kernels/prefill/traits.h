@@ -22,11 +22,13 @@ struct TraitsSm80 {
   static constexpr int kThreads = kWarps * kWarp;
   static constexpr int kWarpRows = kRows / kWarps;
   static constexpr int kFragments = kWarpRows / 16;                           // m16 tiles of a warp
+  static constexpr int kLateKeys = 64;                                        // the last keys of a block
   static constexpr int kChunks = kDim / kChunk;                               // 16-byte chunks of a row of E
   static constexpr int kStoredBytes = static_cast<int>(RowBytes(kKv, kDim));  // of a stored row
   static constexpr int kStoredChunks = kStoredBytes / 16;
   static_assert(kKv == kEType || IsQuantised(kKv));
   static_assert(kRows == PrefillRows(kDim), "the plan counts tiles");
+  static_assert(kFragments <= 2 && kLateKeys <= kKeys);
   static_assert(kKeys / 8 <= 16, "a block's mapped groups are 16 bits of a queue");
 };
 
