@@ -56,6 +56,13 @@ def decode(kv_dtype, implementation):
     return call, (normal(B, H, D), pool(kv_dtype), table()), lens
 
 
+def long_decode(kv_dtype, implementation):
+    """Blocks with many keys each, so that every place of their rings is written again and again."""
+    call = functools.partial(ta.paged_decode, implementation=implementation)
+    lens = jnp.full(4 * B, M * P - 5, jnp.int32)
+    return call, (normal(4 * B, H, D), pool(kv_dtype), jnp.tile(table(), (4, 1))), lens
+
+
 def prefill(kv_dtype, implementation):
     q_lens = np.random.default_rng(3).integers(0, 100, B)  # decode-like rows, chunks and empty sequences together
     q_lens[::3] = 1
@@ -89,7 +96,7 @@ def dense(kv_dtype, implementation):
     return call, arrays, jnp.array([700, 1, 333], jnp.int32)
 
 
-CALLS = dict(decode=decode, prefill=prefill, step=step, dense=dense)
+CALLS = dict(decode=decode, long_decode=long_decode, prefill=prefill, step=step, dense=dense)
 
 
 def bits(tree):
@@ -116,7 +123,9 @@ def different(call, arguments, others) -> int:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
     "name, kv_dtype",
-    [(n, d) for n in ("decode", "prefill", "step") for d in ("bfloat16", "int8")] + [("dense", "bfloat16")],
+    [(n, d) for n in ("decode", "prefill", "step") for d in ("bfloat16", "int8")]
+    + [("long_decode", d) for d in ("int8", "int4")]
+    + [("dense", "bfloat16")],
 )
 def test_hundred_repeats_are_bitwise_equal(name, kv_dtype, implementation):
     try:

@@ -142,8 +142,9 @@ struct CopierSm90 {
         place.Next();
       }
     }
-    if (waits) WaitStored();  // every part has a phase
-                              // For the warps' outputs.
+    if (waits)
+      WaitStored();  // every part has a phase
+                     // For the warps' outputs.
 #pragma unroll 1
     for (int i = 0; i < Traits::kOutputSteps; ++i) {
       WaitBarrier(&shared.empty[place.slot], place.phase ^ 1, kWaitOutputs);
