@@ -72,8 +72,7 @@ struct RingPlace {
 enum WaitName { kWaitFull = 1, kWaitEmpty, kWaitFound, kWaitDone, kWaitStored, kWaitOutputs };  // for debugging
 
 // The copying warp. Each lane looks up one of 32 groups of 8 keys, and copies one chunk of every kRowsPerCopy-th row.
-// cp.async: tensor copies of the same tiles, swizzled, were as fast for pages of 64 keys and a third slower for 16
-// (int4).
+// cp.async: tensor copies of the same tiles were no faster for pages of 64 keys, and took a quarter more for 16 (int4).
 template <class Traits>
 struct CopierSm90 {
   static constexpr int kSteps = Traits::kSteps, kStoredChunks = Traits::kStoredChunks, kKeyTiles = Traits::kKeyTiles;
@@ -110,11 +109,12 @@ struct CopierSm90 {
     return (run == kOwnRun ? own_pages : params.seqs.prefix_pages)[j >> facts.page_shift];
   }
 
+  // Then leaves out places for the warps' outputs.
   __device__ void CopyPart(const Part& part) {
     const int32_t layer = params.seqs.layer[part.b];
     const int32_t* own_pages = params.seqs.page_table + int64_t{part.b} * static_cast<int>(params.seqs.max_pages);
     const int num_blocks = part.Keyed();
-    bool waits = params.append.key != nullptr;  // for the part's new rows
+    bool waits = params.append.key != nullptr;  // for the part's new rows: every part has a phase
     int32_t entry = Entry(part, own_pages, lane / kGroups);
 #pragma unroll 1
     for (int base = 0; base < num_blocks; base += kBatch) {
@@ -142,9 +142,7 @@ struct CopierSm90 {
         place.Next();
       }
     }
-    if (waits)
-      WaitStored();  // every part has a phase
-                     // For the warps' outputs.
+    if (waits) WaitStored();
 #pragma unroll 1
     for (int i = 0; i < Traits::kOutputSteps; ++i) {
       WaitBarrier(&shared.empty[place.slot], place.phase ^ 1, kWaitOutputs);
@@ -161,7 +159,7 @@ struct CopierSm90 {
     const RunRange seen = part.blocks.seen[run];
     const uint32_t to = copy_to + place.slot * (2 * Traits::kArrayBytes) + t * (kDecodeKeys * Traits::kStoredBytes);
     if ((mapped >> first_lane & 0xffu) == 0xffu && seen.HoldsAll(first_key, kDecodeKeys)) {
-      Copy(to, t, group, first_lane, [](int, int) { return true; });
+      Copy(to, group, first_lane, [](int, int) { return true; });
       if constexpr (kRowParams) {
         // 4 keys a lane.
         const int of_lane = __shfl_sync(~0u, group, first_lane + lane % 16 / 2);
@@ -170,7 +168,7 @@ struct CopierSm90 {
       }
     } else {
       const auto exists = [&](int row, int of_row) { return of_row != kNoGroup && seen.Holds(first_key + row); };
-      Copy(to, t, group, first_lane, exists);
+      Copy(to, group, first_lane, exists);
       if constexpr (kRowParams) {
 #pragma unroll 1
         for (int row = lane % 16; row < kDecodeKeys; row += 16) {
@@ -185,7 +183,7 @@ struct CopierSm90 {
 
   // Zeros in place of rows that do not exist: exists(row of the block, its group).
   template <class Exists>
-  __device__ void Copy(uint32_t to, int t, int group, int first_lane, Exists exists) {
+  __device__ void Copy(uint32_t to, int group, int first_lane, Exists exists) {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       const int of_group = __shfl_sync(~0u, group, first_lane + g);
@@ -261,6 +259,8 @@ struct MainloopSm90 : WarpProducts<Traits> {
     const int num_blocks = part.Keyed();
 #pragma unroll 1
     for (int block = 0; block < num_blocks; block += kKeyTiles) {
+      // The step before: at its end, the arrival was moved before products whose operands were still on their way.
+      if (block > 0) Release(place.slot == 0 ? kSteps - 1 : place.slot - 1);
       const int slot = place.slot;
       WarpTile tiles[kKeyTiles];
 #pragma unroll
@@ -291,10 +291,14 @@ struct MainloopSm90 : WarpProducts<Traits> {
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t) this->MultiplyValues(tiles[t], p[t]);
       }
-      __syncwarp();
-      if (lane == 0) Arrive(&shared.empty[slot]);
       place.Next();
     }
+    if (num_blocks > 0) Release(place.slot == 0 ? kSteps - 1 : place.slot - 1);
+  }
+
+  __device__ void Release(int slot) {
+    __syncwarp();
+    if (lane == 0) Arrive(&shared.empty[slot]);
   }
 };
 
