@@ -112,6 +112,7 @@ DECODE = (
     _equal(64, 4096, kv_dtype="int4"),
     _equal(64, 4096, heads=(64, 8), kv_dtype="int4"),
     _equal(64, 4096, kv_dtype="float8_e4m3fn"),
+    _equal(64, 256, fused=True),
     _equal(64, 4096, fused=True, quick=True),
     _equal(64, 4096, fused=True, kv_dtype="int8"),
 )
