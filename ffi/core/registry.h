@@ -10,8 +10,7 @@
 
 namespace turboattn {
 
-// Whether a kernel is the one to take a call that its desc offers, where that is left open: decided on the host, from
-// static sizes and the current device.
+// Whether a kernel takes a call that its desc offers: decided on the host, from static sizes and the current device.
 template <class Params>
 using Suits = bool(const Params&);
 
@@ -57,13 +56,13 @@ bool Offers(const KernelDesc& offered, const KernelDesc& asked);
 // Whether there is a kernel, of any family, that offers what is asked.
 bool HasKernel(const KernelDesc& asked);
 
-// The kernel for a call: the first of the family asked for, or, where no family is asked for or it has none, the first
-// that offers what is asked and suits the call. Null when there is none.
+// The kernel for a call: the first that offers what is asked and suits the call, of the family asked for if it has one.
+// Null when there is none.
 template <class Params>
 const Kernel* FindKernel(KernelDesc asked, const Params& params) {
   if (!asked.family.empty()) {
     for (const Kernel& kernel : Kernels()) {
-      if (Offers(kernel.desc(), asked)) return &kernel;
+      if (Offers(kernel.desc(), asked) && kernel.suits(params)) return &kernel;
     }
     asked.family.clear();
   }

@@ -12,7 +12,7 @@ set(TURBOATTN_FAMILIES simt sm75 sm80 sm90)
 set(TURBOATTN_TARGETS_simt 75-real 80-real 90-real 75-virtual)  # no tensor cores: one source for every card
 set(TURBOATTN_TARGETS_sm75 75-real 75-virtual)                  # mma m16n8k8; on newer cards through its PTX
 set(TURBOATTN_TARGETS_sm80 80-real 90-real 80-virtual)          # mma m16n8k16 + cp.async; 80 serves 86 and 89 too
-set(TURBOATTN_TARGETS_sm90 90a-real)                            # wgmma + TMA: this card and no other
+set(TURBOATTN_TARGETS_sm90 90a-real)                            # wgmma + TMA, or code for it alone
 
 # The words of a row, what they are in core/desc.h and core/params.h, and the dtypes' long names.
 set(TURBOATTN_PHASES append attention copy_pages decode gather merge prefill)

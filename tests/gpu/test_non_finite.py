@@ -129,3 +129,30 @@ def test_segments():
     hit[250:500, 0, 3] = True
     np.testing.assert_array_equal(out[~hit], expected[~hit])
     assert np.isnan(out[hit]).all()
+
+
+@pytest.mark.parametrize("implementation", ["cuda", "cuda:sm80"])
+@pytest.mark.parametrize("length", [1, 40, 1000])
+def test_infinite_scale_in_decode(length, implementation):
+    """fp8 values of a head whose scale is Inf are Inf with their own signs, from the first key on."""
+    columns = -(-1000 // PAGE)
+    table = np.random.default_rng(0).permutation(columns)[None].astype(np.int32)
+    cache = ta.PagedKVCache.create(columns, K, 128, page_size=PAGE, dtype="float8_e4m3fn")
+    signs = np.where(np.arange(128) % 2 == 0, 1, -1)
+    cache = dataclasses.replace(
+        cache,
+        key=normal(1, *cache.key.shape).astype(jnp.float8_e4m3fn),
+        value=jnp.broadcast_to(jnp.asarray(signs, jnp.float8_e4m3fn), cache.value.shape),
+    )
+
+    def call(cache):
+        return ta.paged_decode(
+            normal(9, 1, H, 128), cache, jnp.array(table), jnp.array([length]), implementation=implementation
+        )
+
+    out, expected = (
+        np.asarray(call(c), np.float32)[0]
+        for c in (dataclasses.replace(cache, value_params=cache.value_params.at[0].set(jnp.inf)), cache)
+    )
+    np.testing.assert_array_equal(out[: H // K], np.broadcast_to(signs * np.inf, (H // K, 128)))
+    np.testing.assert_array_equal(out[H // K :], expected[H // K :])

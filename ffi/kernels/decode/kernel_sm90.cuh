@@ -82,6 +82,8 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
       position += taken;
       offset += taken;
     }
+    CommitCopies();
+    WaitCopies<0>();  // it does not leave with arrivals to come
   } else if (position < end) {
     RingPlace<Traits::kSteps> place;
     const int warp = threadIdx.x / kWarp;
@@ -95,7 +97,9 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
                                     part.first_row, part.rows, part.first_block, part.first_block + part.num_blocks);
       sync();  // the part before this one has been read
       query.Put(shared, params.seqs.layer[part.b], sync, [&] {
-        if (params.append.key != nullptr) Arrive(&shared.stored);
+        if (params.append.key == nullptr) return;
+        __threadfence_block();  // ptxas lets an arrival go before the stores that it follows: the copier reads them
+        Arrive(&shared.stored);
       });
       MainloopSm90<Traits> mainloop(params, shared, part, place);
       mainloop.TakeQuery();

@@ -23,18 +23,17 @@ cudaError_t LaunchTileSm90(const PagedAttentionParams& params, cudaStream_t stre
 
 namespace sm90 {
 
-// Clusters have a few steps for each block, and units of 16 rows leave no registers for two tiles of keys: those are
-// sm80's.
 template <DType kE, DType kKv, int kHeadDim>
 cudaError_t Launch(const PagedAttentionParams& params, cudaStream_t stream) {
-  const bool lists = params.plan.row_tile == 8 && params.plan.decode_cluster == 0;
-  if (!lists) return sm80::Launch<kE, kKv, kHeadDim>(params, stream);
   if (!CanLaunch(params)) return cudaErrorInvalidValue;
   return IsEmpty(params) ? cudaSuccess : LaunchTileSm90<TraitsSm90<kE, kKv, kHeadDim>>(params, stream);
 }
 
-// Everything on the card that the family is compiled for.
-inline bool SuitsSm90(const PagedAttentionParams&) { return DeviceIsSm90(); }
+// On the card that the family is compiled for. Clusters have a few steps for each block, and units of 16 rows leave no
+// registers for two tiles of keys: those are sm80's.
+inline bool SuitsSm90(const PagedAttentionParams& params) {
+  return DeviceIsSm90() && params.plan.row_tile == 8 && params.plan.decode_cluster == 0;
+}
 
 template <DType kE, DType kKv, int kHeadDim>
 Kernel MakeKernel(KernelDesc desc) {

@@ -441,9 +441,9 @@ struct WarpProducts {
           top[e] = fmaxf(top[e], max[n][e]);
 #pragma unroll
           for (int step = 4; step < 32; step *= 2) top[e] = fmaxf(top[e], __shfl_xor_sync(~0u, top[e], step));
-          alpha[e] = max[n][e] == top[e]        ? 1.f
-                     : max[n][e] == -Infinity() ? 0.f
-                                                : Exp2((max[n][e] - top[e]) * rule.to_log2);
+          // No key yet: there is nothing to scale but what TakeOutElements may have added, Inf, which 0 would make NaN.
+          const bool kept = max[n][e] == top[e] || max[n][e] == -Infinity();
+          alpha[e] = kept ? 1.f : Exp2((max[n][e] - top[e]) * rule.to_log2);
           max[n][e] = top[e];
           sum[n][e] *= alpha[e];
           if constexpr (kRowParams) zeros[n][e] *= alpha[e];
