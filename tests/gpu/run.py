@@ -233,12 +233,15 @@ def run(stage: Stage, end: float) -> Outcome:
 
     with concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
         outcomes = list(pool.map(process, stage.parts, part_logs))
-    bad = [i for i, (status, _) in enumerate(outcomes) if status not in (0, NOTHING)]
-    status = outcomes[bad[0]][0] if bad else min(status for status, _ in outcomes)
-    said = last_line(part_logs[bad[0] if bad else -1])
+    # The part that speaks for all: one that failed, else one that was stopped, else one that passed, else any.
+    ranks = {None: 1, 0: 2, NOTHING: 3}
+    worst = min(range(len(outcomes)), key=lambda i: ranks.get(outcomes[i][0], 0))
+    status = outcomes[worst][0]
+    said = last_line(part_logs[worst])
     if len(stage.parts) > 1:
         log.write_text("".join(part.read_text(errors="replace") for part in part_logs))
-        said = f"{len(stage.parts) - len(bad)} of {len(stage.parts)} processes passed; {said}"
+        ran = [part_status for part_status, _ in outcomes if part_status != NOTHING]
+        said = f"{ran.count(0)} of {len(ran)} processes passed; {said}"
     again = sum(starts - 1 for _, starts in outcomes)
     if again > 0:
         said += f"; started again {again} times, having died without a summary"

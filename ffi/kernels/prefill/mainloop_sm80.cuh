@@ -406,7 +406,7 @@ struct MainloopSm80 {
         alpha[f][half] = 1.f;
         if (moves(f, half)) {
           alpha[f][half] = reference == -Infinity() ? 0.f : Exp2((reference - x) * rule.to_log2);
-          moved = moved || reference != -Infinity();  // else there is nothing to rescale
+          moved = moved || reference != -Infinity();  // else o holds zeros, and Inf taken out of V
           reference = x;
         }
         origin[f][half] = origin_at(reference);

@@ -556,7 +556,7 @@ struct ConsumerSm90 {
     return {false, {static_cast<uint32_t>(both), static_cast<uint32_t>(both >> 32)}};
   }
 
-  // Scores to probabilities, in place; the sums follow, o waits for Rescale(). See MainloopSm80::Softmax.
+  // Scores to probabilities, in place; the sums follow, o waits for Rescale(). See MainloopSm80::MoveOrigins.
   __device__ __forceinline__ void Softmax() {
     float top[2] = {fmaxf(s[0][0], s[0][1]), fmaxf(s[0][2], s[0][3])}, origin[2];
 #pragma unroll
