@@ -62,7 +62,7 @@ class Times:
 
     Attributes:
       us: `calls` of them chained in one program, with the dispatch of that program: the median.
-      stream_us: the same program queued several times over, so that only the first dispatch shows.
+      stream_us: the same program queued for 30 ms of work, so that the first dispatch hardly shows.
       single_us: a program of one call, from the host and back; None when not asked for.
       compile_s: seconds to compile the chained program.
     """
@@ -83,7 +83,7 @@ def measure(work: Work, calls: int, repeats: int = 7, single: bool = True) -> Ti
     chain = compiled_chain(work, calls)
     compile_s = time.perf_counter() - start
     us, carry = _median_us(chain, work, work.carry, repeats)
-    queue = int(np.clip(5e3 / us, 2, 16))
+    queue = int(np.clip(3e4 / us, 2, 64))
     times = []
     for _ in range(3):
         start = time.perf_counter()

@@ -1221,7 +1221,7 @@ def _planned(function: str, plan: Any, spec: AttnSpec | StepSpec, operands: dict
 
 
 def make_plan(
-    query: Any,
+    query: jax.Array,
     cache: PagedKVCache,
     page_table: jax.Array,
     kv_lens: jax.Array,

@@ -29,7 +29,7 @@ struct TraitsSm80 {
   static_assert(kKv == kEType || IsQuantised(kKv));
   static_assert(kRows == PrefillRows(kDim), "the plan counts tiles");
   static_assert(kFragments <= 2 && kLateKeys <= kKeys);
-  static_assert(kKeys / 8 <= 16, "a block's mapped groups are 16 bits of a queue");
+  static_assert(kKeys / 8 <= 16, "a block's mapped groups are 16 bits of a word");
 };
 
 template <DType kEType, DType kKv, int kHeadDim, int kValueHeadDim>
