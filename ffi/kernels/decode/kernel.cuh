@@ -228,7 +228,7 @@ static_assert(sizeof(ScheduledPart) == kScheduleInts * sizeof(int32_t));
 // The schedule of a grid of `grid` blocks: a block for each entry, those past the grid too.
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kBlockThreads)
-    PlanSm80(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts call, int grid) {
+    PlanDecode(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts call, int grid) {
   CallFacts facts = call;
   facts.plain = true;  // no other calls have a schedule: ViewAny is left out
   const ListSearch<Traits> mine(params, facts);
@@ -658,7 +658,7 @@ struct RowSum {
 // their order, then the first adds up what the others have. Slots that are not the first of a unit end at once.
 template <class Traits>
 __global__ void __launch_bounds__(kMergeThreads)
-    MergeSm80(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts facts) {
+    MergeDecode(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts facts) {
   constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kLanes = kDim / 4, kGroups = kMergeThreads / kLanes;
   __shared__ float4 s_x[kGroups][kLanes];
   __shared__ float2 s_state[kGroups];

@@ -73,7 +73,7 @@ cudaError_t LaunchList(const PagedAttentionParams& params, CallFacts facts, Kern
   const int blocks = grid.blocks;
   if (!params.batch_invariant) facts.even = EvenCut::Of(params.seqs.batch * params.cache.num_kv_heads, blocks);
   if (params.new_schedule != nullptr) {
-    PlanSm80<Traits>
+    PlanDecode<Traits>
         <<<static_cast<unsigned>(kMaxDecodeBlocks), Traits::kBlockThreads, 0, stream>>>(params, facts, blocks);
     return cudaGetLastError();
   }
@@ -96,7 +96,7 @@ cudaError_t LaunchList(const PagedAttentionParams& params, CallFacts facts, Kern
   config.stream = stream;
   config.attrs = &dependent;
   config.numAttrs = hopper ? 1 : 0;
-  return cudaLaunchKernelEx(&config, &MergeSm80<Traits>, params, facts);
+  return cudaLaunchKernelEx(&config, &MergeDecode<Traits>, params, facts);
 }
 
 template <class Traits>

@@ -33,7 +33,7 @@
 
 namespace turboattn::decode {
 
-// What the warps leave for each other at the end of a part of a unit: its rows of O, each warp's, and
+// What the warps leave for each other at the end of a part of a unit: each its rows of O, and their softmax states.
 template <class Traits>
 struct WarpOutput {
   float o[Traits::kRows][Traits::kDim + 4];
