@@ -13,6 +13,7 @@ import pytest
 import jax_turboattn as ta
 from jax_turboattn import __main__ as command_line
 from jax_turboattn.backends import ffi
+from jax_turboattn.commands import explain as explain_command
 from jax_turboattn.testing import cases
 
 
@@ -48,17 +49,23 @@ def test_kernels_lists_the_registry(capsys):
     assert status == 0 and "| `gather_kv` | gather | `cpu` | any |" in printed.out
 
 
-@pytest.mark.parametrize(
-    "function", ["paged_attention", "paged_decode", "paged_attention_step", "append_kv", "gather_kv", "attention", "ragged_attention"]
-)
+@pytest.mark.parametrize("function", explain_command.FUNCTIONS)
 def test_explain(capsys, function):
-    options = [] if function in ("attention", "ragged_attention") else ["--kv-dtype", "int8"]
+    options = [] if function in ("attention", "ragged_attention", "merge_partials") else ["--kv-dtype", "int8"]
     status, printed = run(capsys, "explain", function, *options, "--platform", "cpu")
     assert status == 0
     chosen = [line for line in printed.out.splitlines() if "<- chosen" in line]
     assert len(chosen) == 1 and chosen[0].split()[1] == "cpu"
-    phase = {"append_kv": "append", "gather_kv": "gather", "attention": "attention", "ragged_attention": "attention"}
-    assert f"{phase.get(function, 'prefill')}_cpu_bfloat16" in chosen[0]
+    kernels = {
+        "append_kv": "append_cpu_bfloat16",
+        "gather_kv": "gather_cpu_bfloat16",
+        "attention": "attention_cpu_bfloat16",
+        "ragged_attention": "attention_cpu_bfloat16",
+        "merge_partials": "merge_cpu_bfloat16",
+        "copy_pages": "copy_pages_cpu",
+        "make_plan": "takes it",  # it gives zeros there, which nothing reads
+    }
+    assert kernels.get(function, "prefill_cpu_bfloat16") in chosen[0]
 
 
 def test_explain_gives_the_reason_of_each_refusal(capsys):

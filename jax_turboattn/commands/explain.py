@@ -12,7 +12,9 @@ from ..inspection import explain
 from ..spec import KV_DTYPES, QUERY_DTYPES
 from .table import print_table
 
-FUNCTIONS = ("paged_attention", "paged_decode", "paged_attention_step", "append_kv", "gather_kv", "attention", "ragged_attention")
+_STORAGE = ("append_kv", "gather_kv", "copy_pages")  # with a cache, without attention
+_PAGED = ("paged_attention", "paged_decode", "paged_attention_step", "make_plan", *_STORAGE)
+FUNCTIONS = (*_PAGED, "attention", "ragged_attention", "merge_partials")
 
 
 def add_arguments(parser) -> None:
@@ -34,12 +36,12 @@ def add_arguments(parser) -> None:
 
 
 def _refuse_what_has_no_effect(args) -> None:
-    paged = args.function not in ("attention", "ragged_attention")
-    attends = args.function not in ("append_kv", "gather_kv")
+    paged = args.function in _PAGED
+    attends = args.function not in (*_STORAGE, "merge_partials")
     given = {
         "--window": args.window is not None and not attends,
         "--soft-cap": args.soft_cap is not None and not attends,
-        "--sinks": args.sinks and not attends,
+        "--sinks": args.sinks and not attends and args.function != "merge_partials",
         "--alibi": args.alibi and not attends,
         "--kv-dtype": args.kv_dtype is not None and not paged,
         "--page-size": args.page_size != 64 and not paged,
@@ -84,7 +86,13 @@ def run(args) -> int:
         paged_decode=((array((B, args.heads, args.head_dim), args.dtype), cache, table, lens), options),
         paged_attention_step=((query, key, value, cache, table, lens, offsets), options),
         append_kv=((cache, key, value, table, lens, offsets), {}),
+        make_plan=((array((B, args.heads, args.head_dim), args.dtype), cache, table, lens, None), options),
         gather_kv=((cache, table, lens), {}),
+        copy_pages=((cache, lens, lens), {}),
+        merge_partials=(
+            (array((2, T, args.heads, value_dim), args.dtype), array((2, T, args.heads), jnp.float32)),
+            {"sinks": options["sinks"]},
+        ),
         attention=tuple(
             (
                 tuple(array((B, n, h, d), args.dtype) for n, h, d in ((T, args.heads, args.head_dim), (S, args.kv_heads, args.head_dim), (S, args.kv_heads, value_dim))),

@@ -57,7 +57,9 @@ def support_table(rows: list[Row]) -> str:
             for takes in _grouped([r for r in rows if (r["phase"], r["family"]) == (phase, family)], phase):
                 lines.setdefault((functions, implementation, *takes), []).append(phase)
     cells = [("functions", "kernels", "implementation", "head dims", "query dtypes", "caches"), ("---",) * 6]
-    cells += [(functions, ", ".join(phases), *takes) for (functions, *takes), phases in lines.items()]
+    functions, implementations = list(_FUNCTIONS.values()), list(_IMPLEMENTATIONS.values())
+    ordered = sorted(lines.items(), key=lambda line: (functions.index(line[0][0]), implementations.index(line[0][1])))
+    cells += [(names, ", ".join(phases), *takes) for (names, *takes), phases in ordered]
     return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 
 

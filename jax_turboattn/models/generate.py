@@ -16,7 +16,7 @@ from . import corpus, weights
 from .decoder import Decoder
 from .serve import ProgressLine, Server
 
-KV_DTYPES = {"bf16": "bfloat16", "int8": "int8", "int4": "int4"}
+KV_DTYPES = ("bfloat16", "int8", "int4")
 CONTEXT = 1024  # what the shipped model was trained on, in bytes
 PAGE_SIZE = 16
 # Has XLA capture the scan over layers as one CUDA graph, however few kernels are in it.
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt", action="append", metavar="TEXT", help="text to complete; may be given several times"
     )
     parser.add_argument("--max-tokens", type=int, default=128, help="bytes to add to each (default %(default)s)")
-    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bf16", help="type of the cache (default %(default)s)")
+    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="bfloat16", help="of the cache (default %(default)s)")
     parser.add_argument("--implementation", help="of the attention: cuda, cpu, pallas or xla (default: the best here)")
     parser.add_argument("--temperature", type=float, default=0.6, help="0 is greedy (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the draws at a temperature (default %(default)s)")
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         decoder,
         num_pages=batch * -(-length // PAGE_SIZE),
         page_size=PAGE_SIZE,
-        kv_dtype=KV_DTYPES[args.kv_dtype],
+        kv_dtype=args.kv_dtype,
         max_batch=batch,
         max_length=length,
         chunk=64,

@@ -15,7 +15,7 @@ def generate(*arguments):
     return main(["generate", "--max-tokens", "12", *arguments])
 
 
-@pytest.mark.parametrize("kv_dtype, implementation", [("bf16", "cpu"), ("int8", "xla"), ("int4", "cpu")])
+@pytest.mark.parametrize("kv_dtype, implementation", [("bfloat16", "cpu"), ("int8", "xla"), ("int4", "cpu")])
 def test_completes_prompts_of_different_lengths(capsys, kv_dtype, implementation):
     arguments = ["--prompt", "def read_lines(path):", "--prompt", "x", "--stats"]
     arguments += ["--kv-dtype", kv_dtype, "--implementation", implementation]
