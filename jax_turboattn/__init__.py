@@ -23,8 +23,8 @@ from .rotation import apply_rope
 __version__ = "0.1.0"
 
 # Now, not when a call is traced: an exported program or one from a compilation cache may be a process's first.
-for _name in ("cpu", "cuda"):
-    _ffi.load(_name)
+_ffi.load("cpu")
+_ffi.load("cuda")
 
 __all__ = [
     "PagedKVCache",

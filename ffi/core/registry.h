@@ -60,16 +60,12 @@ bool HasKernel(const KernelDesc& asked);
 // Null when there is none.
 template <class Params>
 const Kernel* FindKernel(KernelDesc asked, const Params& params) {
-  if (!asked.family.empty()) {
-    for (const Kernel& kernel : Kernels()) {
-      if (Offers(kernel.desc(), asked) && kernel.suits(params)) return &kernel;
-    }
-    asked.family.clear();
-  }
   for (const Kernel& kernel : Kernels()) {
     if (Offers(kernel.desc(), asked) && kernel.suits(params)) return &kernel;
   }
-  return nullptr;
+  if (asked.family.empty()) return nullptr;
+  asked.family.clear();
+  return FindKernel(asked, params);
 }
 
 }  // namespace turboattn

@@ -120,6 +120,21 @@ __device__ __forceinline__ void WaitBarrier(uint64_t* barrier, uint32_t parity, 
 #endif
 }
 
+// A place in a ring and the parity to wait for there.
+template <int kSlots>
+struct RingSlot {
+  int index = 0;
+  uint32_t parity;
+
+  __device__ explicit RingSlot(uint32_t first_parity) : parity(first_parity) {}
+  __device__ void Advance() {
+    if (++index == kSlots) {
+      index = 0;
+      parity ^= 1u;
+    }
+  }
+};
+
 // ---- clusters
 
 // All threads of all blocks of the cluster.

@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
     CommitCopies();
     WaitCopies<0>();  // it does not leave with arrivals to come
   } else if (position < end) {
-    RingPlace<Traits::kSteps> place;
+    RingSlot<Traits::kSteps> place{0};
     const int warp = threadIdx.x / kWarp;
     const auto sync = [] { SyncNamed(kWarpsBarrier, kThreads); };
 #pragma unroll 1
@@ -106,11 +106,11 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
       mainloop.Run();
 
       // The warps' outputs take the place of the next steps.
-      const int first_slot = place.slot;
+      const int first_slot = place.index;
 #pragma unroll 1
       for (int i = 0; i < Traits::kOutputSteps; ++i) {
-        WaitBarrier(&shared.full[place.slot], place.phase, kWaitOutputs);
-        place.Next();
+        WaitBarrier(&shared.full[place.index], place.parity, kWaitOutputs);
+        place.Advance();
       }
       const auto slot_of = [&](int step) { return (first_slot + step) % Traits::kSteps; };
       const auto output = [&](int w) -> WarpOutput<Traits>& {

@@ -55,20 +55,6 @@ struct SharedSm90 {
   __device__ float* new_row() { return warp_rows[threadIdx.x / kWarp]; }
 };
 
-// Where a warp is in the ring.
-template <int kSteps>
-struct RingPlace {
-  int slot = 0;
-  uint32_t phase = 0;
-
-  __device__ void Next() {
-    if (++slot == kSteps) {
-      slot = 0;
-      phase ^= 1;
-    }
-  }
-};
-
 enum WaitName { kWaitFull = 1, kWaitEmpty, kWaitFound, kWaitDone, kWaitStored, kWaitOutputs };  // for debugging
 
 // The copying warp. Each lane looks up one of 32 groups of 8 keys, and copies one chunk of every kRowsPerCopy-th row.
@@ -88,7 +74,7 @@ struct CopierSm90 {
   const char* copy_from[2];  // of K and V, of group 0
   const char* params_from;
   uint32_t copy_to;  // in the ring's first step
-  RingPlace<kSteps> place = {};
+  RingSlot<kSteps> place{0};
   uint32_t stored_phase = 0;
 
   __device__ CopierSm90(const PagedAttentionParams& params, const CallFacts& facts, SharedSm90<Traits>& shared)
@@ -128,27 +114,27 @@ struct CopierSm90 {
           WaitStored();
           waits = false;
         }
-        WaitBarrier(&shared.empty[place.slot], place.phase ^ 1, kWaitEmpty);
+        WaitBarrier(&shared.empty[place.index], place.parity ^ 1, kWaitEmpty);
         if (lane == 0) {
-          shared.mapped[place.slot] = mapped >> (block - base) * kGroups;
-          Arrive(&shared.full[place.slot]);
+          shared.mapped[place.index] = mapped >> (block - base) * kGroups;
+          Arrive(&shared.full[place.index]);
         }
         // A part of an odd number of blocks ends with a block of zeros.
 #pragma unroll 1
         for (int t = 0; t < kKeyTiles; ++t) {
           CopyBlock(part, block + t, t, group, (block + t - base) * kGroups, mapped);
         }
-        ArriveAfterCopies(&shared.full[place.slot]);
-        place.Next();
+        ArriveAfterCopies(&shared.full[place.index]);
+        place.Advance();
       }
     }
     if (waits) WaitStored();
 #pragma unroll 1
     for (int i = 0; i < Traits::kOutputSteps; ++i) {
-      WaitBarrier(&shared.empty[place.slot], place.phase ^ 1, kWaitOutputs);
-      if (lane == 0) Arrive(&shared.full[place.slot]);
-      ArriveAfterCopies(&shared.full[place.slot]);
-      place.Next();
+      WaitBarrier(&shared.empty[place.index], place.parity ^ 1, kWaitOutputs);
+      if (lane == 0) Arrive(&shared.full[place.index]);
+      ArriveAfterCopies(&shared.full[place.index]);
+      place.Advance();
     }
   }
 
@@ -157,13 +143,13 @@ struct CopierSm90 {
     const int run = part.blocks.RunOf(part.first_block + block);
     const int first_key = part.blocks.FirstKey(part.first_block + block);
     const RunRange seen = part.blocks.seen[run];
-    const uint32_t to = copy_to + place.slot * (2 * Traits::kArrayBytes) + t * (kDecodeKeys * Traits::kStoredBytes);
+    const uint32_t to = copy_to + place.index * (2 * Traits::kArrayBytes) + t * (kDecodeKeys * Traits::kStoredBytes);
     if ((mapped >> first_lane & 0xffu) == 0xffu && seen.HoldsAll(first_key, kDecodeKeys)) {
       Copy(to, group, first_lane, [](int, int) { return true; });
       if constexpr (kRowParams) {
         // 4 keys a lane.
         const int of_lane = __shfl_sync(~0u, group, first_lane + lane % 16 / 2);
-        CopyAsync16(SharedAddress(&shared.row_params[place.slot][lane / 16][t * kDecodeKeys + lane % 16 * 4]),
+        CopyAsync16(SharedAddress(&shared.row_params[place.index][lane / 16][t * kDecodeKeys + lane % 16 * 4]),
                     params_from + static_cast<int64_t>(of_lane) * 32 + lane % 2 * 16, true);
       }
     } else {
@@ -174,7 +160,7 @@ struct CopierSm90 {
         for (int row = lane % 16; row < kDecodeKeys; row += 16) {
           const int of_row = __shfl_sync(~0u, group, first_lane + row / 8);
           const bool valid = exists(row, of_row);
-          CopyAsync4(SharedAddress(&shared.row_params[place.slot][lane / 16][t * kDecodeKeys + row]),
+          CopyAsync4(SharedAddress(&shared.row_params[place.index][lane / 16][t * kDecodeKeys + row]),
                      valid ? params_from + static_cast<int64_t>(of_row) * 32 + row % 8 * 4 : params_from, valid);
         }
       }
@@ -216,13 +202,13 @@ struct MainloopSm90 : WarpProducts<Traits> {
 
   SharedSm90<Traits>& shared;
   const Part& part;
-  RingPlace<kSteps>& place;
+  RingSlot<kSteps>& place;
   const bool rows_differ;        // in what they see
   int common_begin, common_end;  // blocks of the part whose keys of this warp all rows see, in the sequence's own run
   uint32_t fragment;             // ldmatrix: chunk 0 or 1 of a row of K in the ring's first step
 
   __device__ MainloopSm90(const PagedAttentionParams& params, SharedSm90<Traits>& shared, const Part& part,
-                          RingPlace<kSteps>& place)
+                          RingSlot<kSteps>& place)
       : Base(params, shared, part.b, part.head),
         shared(shared),
         part(part),
@@ -260,8 +246,8 @@ struct MainloopSm90 : WarpProducts<Traits> {
 #pragma unroll 1
     for (int block = 0; block < num_blocks; block += kKeyTiles) {
       // The step before: at its end, the arrival was moved before products whose operands were still on their way.
-      if (block > 0) Release(place.slot == 0 ? kSteps - 1 : place.slot - 1);
-      const int slot = place.slot;
+      if (block > 0) Release(place.index == 0 ? kSteps - 1 : place.index - 1);
+      const int slot = place.index;
       WarpTile tiles[kKeyTiles];
 #pragma unroll
       for (int t = 0; t < kKeyTiles; ++t) {
@@ -272,7 +258,7 @@ struct MainloopSm90 : WarpProducts<Traits> {
                     shared.tile[slot][1] + row * Traits::kStoredBytes,
                     {&shared.row_params[slot][0][of_row], &shared.row_params[slot][1][of_row]}};
       }
-      WaitBarrier(&shared.full[slot], place.phase, kWaitFull);
+      WaitBarrier(&shared.full[slot], place.parity, kWaitFull);
       const uint32_t mapped = shared.mapped[slot] >> 2 * warp;  // two bits for each tile
       float s[kKeyTiles][kColumns][4] = {};
 #pragma unroll
@@ -291,9 +277,9 @@ struct MainloopSm90 : WarpProducts<Traits> {
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t) this->MultiplyValues(tiles[t], p[t]);
       }
-      place.Next();
+      place.Advance();
     }
-    if (num_blocks > 0) Release(place.slot == 0 ? kSteps - 1 : place.slot - 1);
+    if (num_blocks > 0) Release(place.index == 0 ? kSteps - 1 : place.index - 1);
   }
 
   __device__ void Release(int slot) {

@@ -146,21 +146,6 @@ __device__ __forceinline__ int PanelIndex(int row, int column) {
   return column / 64 * (kRows * 64) + row * 64 + ((column % 64 / kChunk) ^ (row & 7)) * kChunk + column % kChunk;
 }
 
-// A place in a ring and the parity to wait for there.
-template <int kSlots>
-struct RingSlot {
-  int index = 0;
-  uint32_t parity;
-
-  __device__ explicit RingSlot(uint32_t first_parity) : parity(first_parity) {}
-  __device__ void Advance() {
-    if (++index == kSlots) {
-      index = 0;
-      parity ^= 1u;
-    }
-  }
-};
-
 // ---- producers: a warp each for keys and values
 
 template <class Traits, class Params>
