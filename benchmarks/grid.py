@@ -17,6 +17,8 @@ class Decode:
     kv_dtype: str = "bfloat16"
     head_dim: int = 128
     fused: bool = False  # paged_attention_step with RoPE, in place of paged_decode
+    planned: bool = False  # with a plan that was made before
+    batch_invariant: bool = False
     quick: bool = False
     kind = "decode"
 
@@ -25,13 +27,20 @@ class Decode:
         return len(set(self.lens)) > 1
 
     @property
+    def ours_alone(self) -> bool:
+        """What no peer has."""
+        return self.fused or self.planned or self.batch_invariant
+
+    @property
     def name(self) -> str:
         long, short = max(self.lens), min(self.lens)
         count = sum(n == short for n in self.lens)
         shape = f"{count}x{short}" if not self.ragged else f"{len(self.lens) - count}x{long}+{count}x{short}"
         dtype = "" if self.kv_dtype == "bfloat16" else f" {self.kv_dtype}"
         dim = "" if self.head_dim == 128 else f" d{self.head_dim}"
-        return f"{shape} h{self.heads[0]}/{self.heads[1]} p{self.page_size}{dim}{dtype}{' step' if self.fused else ''}"
+        words = dict(step=self.fused, plan=self.planned, invariant=self.batch_invariant)
+        extra = "".join(f" {word}" for word, used in words.items() if used)
+        return f"{shape} h{self.heads[0]}/{self.heads[1]} p{self.page_size}{dim}{dtype}{extra}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +114,19 @@ DECODE = (
     _equal(128, 8192, quick=True),
     _equal(1, 131072),
     Decode((131072, *(1024,) * 63)),
+    Decode((131072, *(1024,) * 63), batch_invariant=True),
+    _equal(64, 4096, planned=True),
     _equal(64, 4096, head_dim=64),
     _equal(64, 4096, kv_dtype="int8", quick=True),
-    _equal(128, 8192, kv_dtype="int8"),
-    _equal(64, 4096, heads=(64, 8), kv_dtype="int8"),
     _equal(64, 4096, kv_dtype="int4"),
-    _equal(64, 4096, heads=(64, 8), kv_dtype="int4"),
     _equal(64, 4096, kv_dtype="float8_e4m3fn"),
+    _equal(128, 8192, kv_dtype="int8"),
+    _equal(128, 8192, kv_dtype="int4"),
+    *(
+        _equal(64, 4096, heads=(8 * group, 8), kv_dtype=dtype)
+        for dtype in ("int8", "int4", "float8_e4m3fn")
+        for group in (1, 8, 16)
+    ),
     _equal(64, 256, fused=True),
     _equal(64, 4096, fused=True, quick=True),
     _equal(64, 4096, fused=True, kv_dtype="int8"),

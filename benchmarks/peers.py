@@ -140,8 +140,14 @@ def decode_works(case: grid.Decode) -> Iterator[tuple[str, Callable[[], Work]]]:
     query = random(100, (B, H, D))
 
     def ours(implementation):
+        options = dict(batch_invariant=case.batch_invariant, implementation=implementation)
+        if case.planned:
+            options["plan"] = ta.make_plan(
+                query, data.cache, data.tables[0], data.lens, None, implementation=implementation
+            )
+
         def call(query, cache, table):
-            return ta.paged_decode(query, cache, table, data.lens, implementation=implementation)
+            return ta.paged_decode(query, cache, table, data.lens, **options)
 
         def moving(carry, cache, table):  # the gather of the same pages twice would be done once: tie it to the query
             query, zero = carry
@@ -188,7 +194,7 @@ def decode_works(case: grid.Decode) -> Iterator[tuple[str, Callable[[], Work]]]:
 
     for name in OURS:
         yield name, functools.partial(step if case.fused else ours, name)
-    if case.fused:
+    if case.ours_alone:
         return
     yield "cudnn dense", cudnn
     for splits in (1, 4, 16):
@@ -352,7 +358,7 @@ OUTSIDE = {
 
 def outside(case) -> tuple[str, ...]:
     """The outside references of a case."""
-    return () if getattr(case, "fused", False) else OUTSIDE.get(case.kind, ())
+    return () if getattr(case, "ours_alone", False) else OUTSIDE.get(case.kind, ())
 
 
 def outside_us(entries: list[tuple[Any, str]], seconds: float) -> list[float | str]:

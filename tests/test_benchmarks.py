@@ -34,6 +34,8 @@ CASES = [
     grid.Decode((33,) * 2, heads=(4, 2), page_size=16, head_dim=16, kv_dtype="int4"),
     grid.Decode((33,) * 2, heads=(4, 2), page_size=16, head_dim=16, kv_dtype="float8_e4m3fn"),
     grid.Decode((33,) * 2, heads=(4, 2), page_size=16, head_dim=16, fused=True),
+    grid.Decode((33,) * 2, heads=(4, 2), page_size=16, head_dim=16, planned=True),
+    grid.Decode((33,) * 2, heads=(4, 2), page_size=16, head_dim=16, batch_invariant=True),
     grid.Prefill(2, 24, (4, 2), 16, True),
     grid.Chunked(2, 8, 24, page_size=16, heads=(4, 2), head_dim=16),
     grid.Append(64, kv_heads=2, head_dim=16, page_size=16),
