@@ -2,15 +2,17 @@
 
     python benchmarks/bench_gpu.py [--quick] [--only KIND or WORD] [--peers NAME,...] [--limit SECONDS]
 
-Prints a table with each time's ratio to the best JAX-callable peer of the same run, to its best outside reference
-(FlashAttention-2 in PyTorch, FlashInfer: JAX cannot call them) and, for what is bound by bytes, to the read stream
-(decode) or the copy (append) measured in it; writes benchmarks/results/<date>_<card>_<what>.json, and the same file
-into the folder $OUT. A peer that is missing says why.
+Prints a table of times (Times, in timing.py) with each one's ratio to the best JAX-callable peer of the same run, with
+the dispatch (`x us`) and on the device, to its best outside reference (FlashAttention-2 in PyTorch, FlashInfer: JAX
+cannot call them) and, for what is bound by bytes, to the read stream (decode) or the copy (append) measured in it.
+Rates and ratios are of the time on the device, where the profiler shows it. Writes the same to
+benchmarks/results/<date>_<card>_<what>.json, and into the folder $OUT. A peer that is missing says why.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import pathlib
 import sys
@@ -19,8 +21,12 @@ from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).parent))  # for PYTHONSAFEPATH=1
 
-# Before jax starts: one graph a program, however short; no grab at the whole memory, which torch needs a part of.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_graph_min_graph_size=1".strip()
+# Before jax starts: one graph a program, however short, and while the profiler looks on; no grab at the whole memory,
+# which torch needs a part of.
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_graph_min_graph_size=1 "
+    "--xla_enable_command_buffers_during_profiling=true"
+).strip()
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import grid
@@ -74,15 +80,12 @@ def measure(case, peer: str, make, calls: int, single: bool) -> dict:
         return row | dict(absent=str(reason))
     except Exception as error:  # a peer that fails must not take the others with it
         return row | dict(failed=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    return with_rate(row | dataclasses.asdict(times), case)
+
+
+def with_rate(row: dict, case) -> dict:
     amount, unit = peers.amount(case)
-    return row | dict(
-        us=times.us,
-        stream_us=times.stream_us,
-        single_us=times.single_us,
-        compile_s=times.compile_s,
-        rate=amount / times.us * 1e6,
-        unit=unit,
-    )
+    return row | dict(rate=amount / (row["device_us"] or row["us"]) * 1e6, unit=unit)
 
 
 def chosen(only: str, quick: bool) -> list:
@@ -96,19 +99,23 @@ def chosen(only: str, quick: bool) -> list:
 def add_ratios(rows: list[dict], ceiling: dict[str, float]) -> None:
     """Adds to each timed row its speed over the best peer, over the best outside reference, and over the ceiling.
 
-    Outside references are timed on the device: what they are compared with is `stream_us`, without the dispatch.
+    All on the device, where outside references are timed; `_us`: with the dispatch.
     """
-    best: dict[str, float] = {}
-    outside: dict[str, float] = {}
-    for row in rows:
-        if "us" in row and row["peer"] not in OWN:
-            fastest = outside if row.get("outside") else best
-            fastest[row["case"]] = min(row["us"], fastest.get(row["case"], float("inf")))
+
+    def best(row: dict, time: str, outside: bool) -> float | None:
+        others = [
+            other[time]
+            for other in rows
+            if other["case"] == row["case"] and other["peer"] not in OWN and other.get("outside", False) == outside
+            if other.get(time)
+        ]
+        return min(others) / row[time] if others and row[time] else None
+
     for row in rows:
         if "us" in row:
-            case = row["case"]
-            row["over_best_peer"] = best[case] / row["us"] if case in best else None
-            row["over_best_outside"] = outside[case] / row["stream_us"] if case in outside else None
+            row["over_best_peer_us"] = best(row, "us", outside=False)
+            row["over_best_peer"] = best(row, "device_us", outside=False)
+            row["over_best_outside"] = best(row, "device_us", outside=True)
             limit = ceiling.get(KINDS.get(row["kind"], ""))
             row["of_ceiling"] = row["rate"] / limit if limit else None
 
@@ -122,16 +129,17 @@ def print_row(row: dict) -> None:
 
 
 def print_table(rows: list[dict], ceiling: dict[str, float]) -> None:
-    ratios = f"{'x peer':>6} {'x outside':>9} {'x ceiling':>9}"
-    print(f"\n{'case':<34} {'peer':<14} {'us':>9} {'queued':>9} {'single':>9} {'rate':>7}         {ratios}")
+    ratios = f"{'x us':>6} {'x peer':>6} {'x outside':>9} {'x ceiling':>9}"
+    print(f"\n{'case':<34} {'peer':<14} {'us':>9} {'device':>9} {'single':>9} {'rate':>7}         {ratios}")
     for row in rows:
         if "us" not in row:
             continue
-        single = f"{row['single_us']:9.1f}" if row["single_us"] else " " * 9
-        ratios = [f"{row[n]:.2f}" if row[n] else "" for n in ("over_best_peer", "over_best_outside", "of_ceiling")]
+        times = " ".join(f"{row[n]:9.1f}" if row[n] else " " * 9 for n in ("us", "device_us", "single_us"))
+        names = ("over_best_peer_us", "over_best_peer", "over_best_outside", "of_ceiling")
+        ratios = [f"{row[n]:.2f}" if row[n] else "" for n in names]
         print(
-            f"{row['case']:<34} {row['peer']:<14} {row['us']:9.1f} {row['stream_us']:9.1f} {single} {row['rate']:7.2f} "
-            f"{row['unit']:<7} {ratios[0]:>6} {ratios[1]:>9} {ratios[2]:>9}"
+            f"{row['case']:<34} {row['peer']:<14} {times} {row['rate']:7.2f} {row['unit']:<7} "
+            f"{ratios[0]:>6} {ratios[1]:>6} {ratios[2]:>9} {ratios[3]:>9}"
         )
     print("ceilings: " + ", ".join(f"{name} {rate:.2f} TB/s" for name, rate in ceiling.items()))
 
@@ -219,8 +227,7 @@ def outside_rows(cases: list, wanted: set[str], quick: bool, seconds: float) -> 
             if isinstance(result, str):
                 row |= dict(absent=result)
             else:
-                amount, unit = peers.amount(case)
-                row |= dict(us=result, stream_us=result, single_us=None, rate=amount / result * 1e6, unit=unit)
+                row = with_rate(row | dict(us=result, device_us=result, single_us=None), case)
             rows.setdefault(case, []).append(row)
     return rows
 

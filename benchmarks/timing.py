@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -62,15 +63,18 @@ class Times:
 
     Attributes:
       us: `calls` of them chained in one program, with the dispatch of that program: the median.
-      stream_us: the same program queued for 30 ms of work, so that the first dispatch hardly shows.
+      device_us: the same on the device: from the start of a program's first kernel to the end of its last one, by the
+        profiler; None where it shows none.
       single_us: a program of one call, from the host and back; None when not asked for.
       compile_s: seconds to compile the chained program.
+      kernels_us: mean duration of each kernel of the program, by name. Kernels may overlap.
     """
 
     us: float
-    stream_us: float
+    device_us: float | None
     single_us: float | None
     compile_s: float
+    kernels_us: dict[str, float]
 
 
 def measure(work: Work, calls: int, repeats: int = 7, single: bool = True) -> Times:
@@ -83,18 +87,11 @@ def measure(work: Work, calls: int, repeats: int = 7, single: bool = True) -> Ti
     chain = compiled_chain(work, calls)
     compile_s = time.perf_counter() - start
     us, carry = _median_us(chain, work, work.carry, repeats)
-    queue = int(np.clip(3e4 / us, 2, 64))
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        for _ in range(queue):
-            carry = chain(carry, work.shared, work.items)
-        jax.block_until_ready(carry)
-        times.append((time.perf_counter() - start) / queue * 1e6)
+    device_us, kernels_us, carry = _device_us(chain, work, carry, repeats)
     single_us = None
     if single:
         single_us, _ = _median_us(compiled_chain(work, 1), work, carry, 3 * repeats)
-    return Times(us / calls, float(np.median(times)) / calls, single_us, compile_s)
+    return Times(us / calls, device_us and device_us / calls, single_us, compile_s, kernels_us)
 
 
 def compiled_chain(work: Work, calls: int) -> Callable:
@@ -123,6 +120,38 @@ def _median_us(program: Callable, work: Work, carry: Any, repeats: int) -> tuple
         if work.donate:
             carry = result
     return float(np.median(times[1:])) * 1e6, carry
+
+
+def _device_us(program: Callable, work: Work, carry: Any, repeats: int) -> tuple[float | None, dict[str, float], Any]:
+    """Median time of a program on the device, or None, what its kernels take, and a carry that is still alive."""
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            for _ in range(repeats):
+                result = jax.block_until_ready(program(carry, work.shared, work.items))
+                if work.donate:
+                    carry = result
+        files = list(pathlib.Path(folder).rglob("*.xplane.pb"))
+        planes = jax.profiler.ProfileData.from_file(str(files[0])).planes if files else ()
+        kernels = [
+            (event.start_ns, event.end_ns, event.name)
+            for plane in planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        ]
+    if not kernels or len(kernels) % repeats:
+        return None, {}, carry
+    kernels.sort()
+    count = len(kernels) // repeats
+    runs = [kernels[i : i + count] for i in range(0, len(kernels), count)]
+    spans = [max(end for _, end, _ in run) - run[0][0] for run in runs]
+    durations: dict[str, list[float]] = {}
+    for start, end, name in kernels:
+        durations.setdefault(re.sub(r"^void |[<(].*", "", name), []).append(end - start)
+    return float(np.median(spans)) / 1e3, {name: float(np.mean(ns)) / 1e3 for name, ns in durations.items()}, carry
 
 
 # ---- the host and its results
