@@ -26,7 +26,9 @@ namespace sm90 {
 template <DType kE, DType kKv, int kHeadDim>
 cudaError_t Launch(const PagedAttentionParams& params, cudaStream_t stream) {
   if (!CanLaunch(params)) return cudaErrorInvalidValue;
-  return IsEmpty(params) ? cudaSuccess : LaunchTileSm90<TraitsSm90<kE, kKv, kHeadDim>>(params, stream);
+  if (IsEmpty(params)) return cudaSuccess;
+  return params.plan.row_tile == 8 ? LaunchTileSm90<TraitsSm90<kE, kKv, kHeadDim, 8>>(params, stream)
+                                   : LaunchTileSm90<TraitsSm90<kE, kKv, kHeadDim, 16>>(params, stream);
 }
 
 // On the card that the family is compiled for. Clusters have a few steps for each block, and units of 16 rows leave no

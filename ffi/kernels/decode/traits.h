@@ -47,12 +47,13 @@ struct TraitsSm80 {
 };
 
 // sm90: a warp beside the others copies blocks of keys for all of them. Codes, two blocks a step, units of 8 rows.
-template <DType kEType, DType kKv, int kHeadDim>
-struct TraitsSm90 : TraitsSm80<kEType, kKv, kHeadDim, 8> {
-  using Base = TraitsSm80<kEType, kKv, kHeadDim, 8>;
+template <DType kEType, DType kKv, int kHeadDim, int kRowTile>
+struct TraitsSm90 : TraitsSm80<kEType, kKv, kHeadDim, kRowTile> {
+  using Base = TraitsSm80<kEType, kKv, kHeadDim, kRowTile>;
   using Base::kDim, Base::kRows, Base::kStoredBytes, Base::kThreads;
   static constexpr int kBlockThreads = kThreads + kWarp;
   static constexpr int kBlocks = kResidentSm90;
+  static constexpr bool kQueryInRegisters = kRowTile == 8;
   static constexpr int kKeyTiles = 2;
   static constexpr int kStepKeys = kKeyTiles * kDecodeKeys;
   static constexpr int kArrayBytes = kStepKeys * kStoredBytes;  // K or V of a step
