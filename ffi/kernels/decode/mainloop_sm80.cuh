@@ -257,7 +257,7 @@ struct MainloopSm80 : WarpProducts<Traits> {
                                   ring.tile[slot][1],
                                   {ring.row_params[slot][0], ring.row_params[slot][1]}}};
       float s[1][Traits::kColumns][4] = {};
-      this->MultiplyKeys(tiles[0], s[0]);
+      this->MultiplyKeys(tiles, s);
       const uint32_t groups = mapped & 3u;
       const bool partial = groups != 3u || !IsCommon(step);
       const auto block = [&] { return BlockViewOf(params, view, blocks, first_block + step, warp, groups); };
@@ -266,8 +266,9 @@ struct MainloopSm80 : WarpProducts<Traits> {
       if constexpr (kRowParams) {
         if (look) this->TakeOutRows(block(), tiles[0]);
       }
-      uint32_t p[1][Traits::kColumns][2];
-      this->Softmax(tiles, s, p);
+      uint32_t value_params[1][2], p[1][Traits::kColumns][2];
+      this->LoadValueParams(tiles, value_params);
+      this->Softmax(value_params, s, p);
       if constexpr (kRowParams) {
         this->MultiplyValues(tiles[0], p[0]);
       } else {

@@ -260,9 +260,10 @@ struct MainloopSm90 : WarpProducts<Traits> {
       }
       WaitBarrier(&shared.full[slot], place.parity, kWaitFull);
       const uint32_t mapped = shared.mapped[slot] >> 2 * warp;  // two bits for each tile
+      uint32_t value_params[kKeyTiles][2];
+      this->LoadValueParams(tiles, value_params);  // early: under copies, shared memory is slow to answer
       float s[kKeyTiles][kColumns][4] = {};
-#pragma unroll
-      for (int t = 0; t < kKeyTiles; ++t) this->MultiplyKeys(tiles[t], s[t]);
+      this->MultiplyKeys(tiles, s);
       constexpr uint32_t kAll = 0x303u;
       static_assert(kKeyTiles == 2 && kDecodeKeys == 64);
       const bool plain = (mapped & kAll) == kAll && block >= common_begin && block + kKeyTiles <= common_end;
@@ -270,9 +271,10 @@ struct MainloopSm90 : WarpProducts<Traits> {
       if (!plain || rule.modified || this->ValuesAreNotFinite()) {
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t) has_values = LookAt(tiles[t], block + t, mapped >> 8 * t & 3u, s[t]);
+        this->LoadValueParams(tiles, value_params);
       }
       uint32_t p[kKeyTiles][kColumns][2];
-      this->Softmax(tiles, s, p);
+      this->Softmax(value_params, s, p);
       if (!Base::kFp8 || has_values) {
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t) this->MultiplyValues(tiles[t], p[t]);

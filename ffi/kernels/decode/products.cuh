@@ -174,7 +174,10 @@ struct WarpProducts {
   static constexpr int kStoredChunks = Traits::kStoredChunks, kKeyTiles = Traits::kKeyTiles;
   static constexpr int kTiles = kDim / 16 + (kRowParams ? 1 : 0);  // of O^T; the last with the middle of the codes
   static constexpr float kCodeUnit = 0x1p24f;                      // what makes a number of a subnormal code
-  static constexpr float kMaxWeight = 0x1p15f;  // of a value's code, times probability: far below fp16's largest
+  // How far, in exponents of 2, a score may pass the maximum that probabilities count from before that follows: most
+  // maxima grow a little in every other step, and with them all sums and outputs would have to be scaled.
+  static constexpr float kSlack = 4.f;
+  static constexpr float kMaxWeight = 0x1p11f;  // of a value's code at the maximum: 2^kSlack times that is fp16
   static constexpr int kOddShift = Traits::kKvDType == DType::kInt4 ? 4 : 0;  // of ValueCodes' odd pairs
 
   const PagedAttentionParams& params;
@@ -182,12 +185,13 @@ struct WarpProducts {
   const TileRows<kRows>& rows;
   const CodeQuery<Traits::kQuantised ? kRows : 1>& code_query;
   const ScoreRule rule;
+  const float slack = fminf(kSlack * Reciprocal(rule.to_log2), 0x1p100f);  // of x
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
 
   uint2 q[kColumns][kDim / 16];  // B fragments, where there are registers for them
   float o[kTiles][kColumns][4];
-  float max[kColumns][2];  // of x (see ScoreRule), by column 2 c + e
+  float max[kColumns][2];  // of x (see ScoreRule), by column 2 c + e; within kSlack
   float sum[kColumns][2];
 
   // Codes.
@@ -248,34 +252,40 @@ struct WarpProducts {
   }
 
   // The same with the value of the middle code in place of zero.
-  __device__ static RowScale CentredScaleOf(const WarpTile& tile, int which, int key) {
-    const RowScale row = ScaleOf(tile, which, key);
+  __device__ static RowScale Centred(RowScale row) {
     return {row.scale, fmaf(row.scale, static_cast<float>(Codes::kMiddle), row.zero)};
   }
 
-  // s = K Q^T of a tile. A product waits for the one before it that adds to the same sums: there are two tiles of
-  // them, if need be both of the same columns.
-  __device__ void MultiplyKeys(const WarpTile& tile, float (&s)[kColumns][4]) {
-    float other[4] = {};
+  // s = K Q^T of the step's tiles. A product waits for the one before it that adds to the same sums: there are two tiles
+  // of them, if need be both of the same columns.
+  __device__ void MultiplyKeys(const WarpTile (&tiles)[kKeyTiles], float (&s)[kKeyTiles][kColumns][4]) {
+    float other[kKeyTiles][4] = {};
     if constexpr (Traits::kQuantised) {
       constexpr int kPairs = Codes::kPerWord / 2;
 #pragma unroll
       for (int chunk = 0; chunk < kStoredChunks; chunk += 2) {
-        uint32_t x[4];
-        LoadMatrix4(x, tile.key ^ (16 * chunk));
+        uint32_t x[kKeyTiles][4];
+#pragma unroll
+        for (int t = 0; t < kKeyTiles; ++t) LoadMatrix4(x[t], tiles[t].key ^ (16 * chunk));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          uint32_t low[kPairs], high[kPairs];
-          Codes::KeyCodes(x[2 * i], low);
-          Codes::KeyCodes(x[2 * i + 1], high);
+          uint32_t low[kKeyTiles][kPairs], high[kKeyTiles][kPairs];
+#pragma unroll
+          for (int t = 0; t < kKeyTiles; ++t) {
+            Codes::KeyCodes(x[t][2 * i], low[t]);
+            Codes::KeyCodes(x[t][2 * i + 1], high[t]);
+          }
 #pragma unroll
           for (int j = 0; j < kPairs; j += 2) {
-            const uint32_t a[4] = {low[j], high[j], low[j + 1], high[j + 1]};
             const int k = ((chunk + i) * kPairs + j) / 2;
 #pragma unroll
             for (int n = 0; n < kColumns; ++n) {
               const uint2 query = Query(n, k);
-              Mma<Operand>(kColumns == 1 && k % 2 != 0 ? other : s[n], a, query.x, query.y);
+#pragma unroll
+              for (int t = 0; t < kKeyTiles; ++t) {
+                const uint32_t a[4] = {low[t][j], high[t][j], low[t][j + 1], high[t][j + 1]};
+                Mma<Operand>(kColumns == 1 && k % 2 != 0 ? other[t] : s[t][n], a, query.x, query.y);
+              }
             }
           }
         }
@@ -283,20 +293,27 @@ struct WarpProducts {
     } else {
 #pragma unroll
       for (int k = 0; k < kDim / 16; ++k) {
-        uint32_t a[4];
-        LoadMatrix4(a, tile.key ^ (32 * k));
+        uint32_t a[kKeyTiles][4];
+#pragma unroll
+        for (int t = 0; t < kKeyTiles; ++t) LoadMatrix4(a[t], tiles[t].key ^ (32 * k));
 #pragma unroll
         for (int n = 0; n < kColumns; ++n) {
           const uint2 query = Query(n, k);
-          Mma<Operand>(kColumns == 1 && k % 2 != 0 ? other : s[n], a, query.x, query.y);
+#pragma unroll
+          for (int t = 0; t < kKeyTiles; ++t) {
+            Mma<Operand>(kColumns == 1 && k % 2 != 0 ? other[t] : s[t][n], a[t], query.x, query.y);
+          }
         }
       }
     }
-    if constexpr (kColumns == 1) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[0][e] += other[e];
+    for (int t = 0; t < kKeyTiles; ++t) {
+      if constexpr (kColumns == 1) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[t][0][e] += other[t][e];
+      }
+      if constexpr (Traits::kQuantised) ScaleScores(tiles[t], s[t]);
     }
-    if constexpr (Traits::kQuantised) ScaleScores(tile, s);
   }
 
   // Of row r of the tile, see CodeQuery; with the keys' scale, where it is one of the head. A key's products with a
@@ -311,7 +328,7 @@ struct WarpProducts {
     RowScale scale[2];
     if constexpr (kRowParams) {
       for (int half = 0; half < 2; ++half) {
-        scale[half] = CentredScaleOf(tile, 0, lane / 4 + 8 * half);
+        scale[half] = Centred(ScaleOf(tile, 0, lane / 4 + 8 * half));
         scale[half].zero = fmaf(scale[half].scale, 0.f, scale[half].zero);  // a key with a scale of Inf is NaN
       }
     }
@@ -406,54 +423,49 @@ struct WarpProducts {
     }
   }
 
-  // Scores of the step's tiles to probabilities, as B fragments of the second product; rescales what there is when a
-  // maximum grows.
-  __device__ void Softmax(const WarpTile (&tiles)[kKeyTiles], float (&s)[kKeyTiles][kColumns][4],
-                          uint32_t (&p)[kKeyTiles][kColumns][2]) {
-    RowScale scale[kKeyTiles][2];  // of this lane's values
+  // (scale, zero) of this lane's values, as they are stored.
+  __device__ void LoadValueParams(const WarpTile (&tiles)[kKeyTiles], uint32_t (&stored)[kKeyTiles][2]) const {
     if constexpr (kRowParams) {
-      float larger = 0.f;  // any bits may be stored
+#pragma unroll
+      for (int t = 0; t < kKeyTiles; ++t) {
+        for (int half = 0; half < 2; ++half) stored[t][half] = tiles[t].params[1][lane / 4 + 8 * half];
+      }
+    }
+  }
+
+  // Scores of the step's tiles to probabilities, as B fragments of the second product.
+  __device__ void Softmax(const uint32_t (&value_params)[kKeyTiles][2], float (&s)[kKeyTiles][kColumns][4],
+                          uint32_t (&p)[kKeyTiles][kColumns][2]) {
+    RowScale scale[kKeyTiles][2];
+    float larger = 0.f;  // any bits may be stored
+    if constexpr (kRowParams) {
 #pragma unroll
       for (int t = 0; t < kKeyTiles; ++t) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          scale[t][half] = CentredScaleOf(tiles[t], 1, lane / 4 + 8 * half);
+          scale[t][half] = Centred(UnpackRowScale<E>(value_params[t][half]));
           larger = fmaxf(larger, fabsf(scale[t][half].scale));
         }
       }
-      if (__any_sync(~0u, larger * weight_unit > kMaxWeight)) ChangeWeightUnit(larger);
+    }
+    bool changes = larger * weight_unit > kMaxWeight;
+    float top[kColumns][2];
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        top[n][e] = fmaxf(s[0][n][e], s[0][n][e + 2]);
+#pragma unroll
+        for (int t = 1; t < kKeyTiles; ++t) top[n][e] = fmaxf(top[n][e], fmaxf(s[t][n][e], s[t][n][e + 2]));
+        changes = changes || top[n][e] > max[n][e] + slack;
+      }
+    }
+    if (__any_sync(~0u, changes)) {
+      if constexpr (kRowParams) ChangeWeightUnit(larger);
+      ChangeMaximum(top);
     }
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
-      float top[2];
-      bool grows = false;
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        top[e] = fmaxf(s[0][n][e], s[0][n][e + 2]);
-#pragma unroll
-        for (int t = 1; t < kKeyTiles; ++t) top[e] = fmaxf(top[e], fmaxf(s[t][n][e], s[t][n][e + 2]));
-        grows = grows || top[e] > max[n][e];
-      }
-      if (__any_sync(~0u, grows)) {
-        float alpha[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          top[e] = fmaxf(top[e], max[n][e]);
-#pragma unroll
-          for (int step = 4; step < 32; step *= 2) top[e] = fmaxf(top[e], __shfl_xor_sync(~0u, top[e], step));
-          // No key yet: there is nothing to scale but what TakeOutElements may have added, Inf, which 0 would make NaN.
-          const bool kept = max[n][e] == top[e] || max[n][e] == -Infinity();
-          alpha[e] = kept ? 1.f : Exp2((max[n][e] - top[e]) * rule.to_log2);
-          max[n][e] = top[e];
-          sum[n][e] *= alpha[e];
-          if constexpr (kRowParams) zeros[n][e] *= alpha[e];
-        }
-#pragma unroll
-        for (int d = 0; d < kTiles; ++d) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) o[d][n][e] *= alpha[e % 2];
-        }
-      }
 #pragma unroll
       for (int t = 0; t < kKeyTiles; ++t) {
         float (&x)[4] = s[t][n];
@@ -475,12 +487,38 @@ struct WarpProducts {
     }
   }
 
+  // Rescales what there is to the maximum with `top`, of this lane's keys.
+  __device__ void ChangeMaximum(float (&top)[kColumns][2]) {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      float alpha[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float next = fmaxf(top[n][e], max[n][e]);
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2) next = fmaxf(next, __shfl_xor_sync(~0u, next, step));
+        // No key yet: there is nothing to scale but what TakeOutElements may have added, Inf, which 0 would make NaN.
+        const bool kept = max[n][e] == next || max[n][e] == -Infinity();
+        alpha[e] = kept ? 1.f : Exp2((max[n][e] - next) * rule.to_log2);
+        max[n][e] = next;
+        sum[n][e] *= alpha[e];
+        if constexpr (kRowParams) zeros[n][e] *= alpha[e];
+      }
+#pragma unroll
+      for (int d = 0; d < kTiles; ++d) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[d][n][e] *= alpha[e % 2];
+      }
+    }
+  }
+
   // The unit of weights follows the largest scale of the warp's values, as far as it must: a probability of 1 then has
   // a weight of up to 2^15, and values 2^29 times smaller than others still have all bits of theirs.
   __device__ void ChangeWeightUnit(float scale) {
+    if (!__any_sync(~0u, scale * weight_unit > kMaxWeight)) return;
     for (int step = 4; step < 32; step *= 2) scale = fmaxf(scale, __shfl_xor_sync(~0u, scale, step));
     const int exponent = static_cast<int>(FloatToBits(scale) >> 23);  // scale < 2^(exponent - 126)
-    const float next = BitsToFloat(static_cast<uint32_t>(::max(254 + 14 - exponent, 1)) << 23);
+    const float next = BitsToFloat(static_cast<uint32_t>(::max(254 + 10 - exponent, 1)) << 23);
     const float factor = next / weight_unit;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
