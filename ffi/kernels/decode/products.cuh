@@ -256,8 +256,8 @@ struct WarpProducts {
     return {row.scale, fmaf(row.scale, static_cast<float>(Codes::kMiddle), row.zero)};
   }
 
-  // s = K Q^T of the step's tiles. A product waits for the one before it that adds to the same sums: there are two tiles
-  // of them, if need be both of the same columns.
+  // s = K Q^T of the step's tiles. A product waits for the one before it that adds to the same sums: with one tile of
+  // columns, a key tile has two tiles of them.
   __device__ void MultiplyKeys(const WarpTile (&tiles)[kKeyTiles], float (&s)[kKeyTiles][kColumns][4]) {
     float other[kKeyTiles][4] = {};
     if constexpr (Traits::kQuantised) {
@@ -433,7 +433,7 @@ struct WarpProducts {
     }
   }
 
-  // Scores of the step's tiles to probabilities, as B fragments of the second product.
+  // Scores of the step's tiles to probabilities, as B fragments of the second product. value_params: LoadValueParams().
   __device__ void Softmax(const uint32_t (&value_params)[kKeyTiles][2], float (&s)[kKeyTiles][kColumns][4],
                           uint32_t (&p)[kKeyTiles][kColumns][2]) {
     RowScale scale[kKeyTiles][2];
@@ -460,10 +460,7 @@ struct WarpProducts {
         changes = changes || top[n][e] > max[n][e] + slack;
       }
     }
-    if (__any_sync(~0u, changes)) {
-      if constexpr (kRowParams) ChangeWeightUnit(larger);
-      ChangeMaximum(top);
-    }
+    if (__any_sync(~0u, changes)) Rebase(top, larger);
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
@@ -487,48 +484,54 @@ struct WarpProducts {
     }
   }
 
-  // Rescales what there is to the maximum with `top`, of this lane's keys.
-  __device__ void ChangeMaximum(float (&top)[kColumns][2]) {
+  // Counts from the maximum with `top`, of this lane's keys, and in a unit of weights for `scale`, of its values.
+  __device__ void Rebase(const float (&top)[kColumns][2], float scale) {
+    float factor[kColumns][2];
+    const float unit_factor = kRowParams ? ChangeWeightUnit(scale) : 1.f;
+    bool scales = false;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
-      float alpha[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float next = fmaxf(top[n][e], max[n][e]);
 #pragma unroll
         for (int step = 4; step < 32; step *= 2) next = fmaxf(next, __shfl_xor_sync(~0u, next, step));
         // No key yet: there is nothing to scale but what TakeOutElements may have added, Inf, which 0 would make NaN.
-        const bool kept = max[n][e] == next || max[n][e] == -Infinity();
-        alpha[e] = kept ? 1.f : Exp2((max[n][e] - next) * rule.to_log2);
+        const bool counted = max[n][e] != -Infinity(), grows = counted && max[n][e] != next;
+        factor[n][e] = grows ? Exp2((max[n][e] - next) * rule.to_log2) : 1.f;
+        scales = scales || grows || (counted && unit_factor != 1.f);
         max[n][e] = next;
-        sum[n][e] *= alpha[e];
-        if constexpr (kRowParams) zeros[n][e] *= alpha[e];
+      }
+    }
+    // Most short parts do without the rest, whose instructions arrive more slowly than they run.
+    if (!__any_sync(~0u, scales)) return;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        sum[n][e] *= factor[n][e];
+        if constexpr (kRowParams) zeros[n][e] *= factor[n][e];
+        factor[n][e] *= unit_factor;
       }
 #pragma unroll
       for (int d = 0; d < kTiles; ++d) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) o[d][n][e] *= alpha[e % 2];
+        for (int e = 0; e < 4; ++e) o[d][n][e] *= factor[n][e % 2];
       }
     }
   }
 
   // The unit of weights follows the largest scale of the warp's values, as far as it must: a probability of 1 then has
-  // a weight of up to 2^15, and values 2^29 times smaller than others still have all bits of theirs.
-  __device__ void ChangeWeightUnit(float scale) {
-    if (!__any_sync(~0u, scale * weight_unit > kMaxWeight)) return;
+  // a weight of up to kMaxWeight, and values 2^25 times smaller than others still have all bits of theirs. Returns what
+  // older weights are to be multiplied by.
+  __device__ float ChangeWeightUnit(float scale) {
+    if (!__any_sync(~0u, scale * weight_unit > kMaxWeight)) return 1.f;
     for (int step = 4; step < 32; step *= 2) scale = fmaxf(scale, __shfl_xor_sync(~0u, scale, step));
     const int exponent = static_cast<int>(FloatToBits(scale) >> 23);  // scale < 2^(exponent - 126)
     const float next = BitsToFloat(static_cast<uint32_t>(::max(254 + 10 - exponent, 1)) << 23);
-    const float factor = next / weight_unit;
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-      for (int d = 0; d < kTiles; ++d) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) o[d][n][e] *= factor;
-      }
-    }
+    const float factor = next * Reciprocal(weight_unit);  // powers of two
     weight_unit = next;
+    return factor;
   }
 
   // As in prefill: values of Inf or NaN must not meet the probability 0 of a row that does not see their key. They are
@@ -671,14 +674,22 @@ struct WarpProducts {
           state.sum[warp][row] = sum[n][e];
         }
       }
+      // Codes count from the middle again, and as numbers that are not subnormal: by powers of two, with one rounding.
+      [[maybe_unused]] float middle[4], unit[4];
+      if constexpr (kRowParams) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          unit[e] = e < 2 ? kCodeUnit : kCodeUnit / (1 << kOddShift);
+          middle[e] = -unit[e] * o[kTiles - 1][n][e];
+        }
+      }
 #pragma unroll
       for (int d = 0; d < kDim / 16; ++d) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           float value = o[d][n][e];
           if constexpr (kRowParams) {
-            const float codes = (value - o[kTiles - 1][n][e]) * (e < 2 ? kCodeUnit : kCodeUnit / (1 << kOddShift));
-            value = fmaf(codes, value_scale, zeros[n][e % 2]);
+            value = fmaf(fmaf(value, unit[e], middle[e]), value_scale, zeros[n][e % 2]);
           } else if constexpr (kFp8) {
             value *= value_scale;
           }
