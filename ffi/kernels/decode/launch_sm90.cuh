@@ -23,23 +23,30 @@ cudaError_t LaunchTileSm90(const PagedAttentionParams& params, cudaStream_t stre
 
 namespace sm90 {
 
+// Units of 16 rows. Codes of 8 bits gain nothing there: 64 x 4096 int8 took 153.0 us instead of sm80's 147.4, fp8 144.4
+// instead of 143.9, int4 124.9 instead of 137.6 (H200).
+template <DType kKv>
+constexpr bool kHas16Rows = kKv == DType::kInt4;
+
 template <DType kE, DType kKv, int kHeadDim>
 cudaError_t Launch(const PagedAttentionParams& params, cudaStream_t stream) {
   if (!CanLaunch(params)) return cudaErrorInvalidValue;
   if (IsEmpty(params)) return cudaSuccess;
-  return params.plan.row_tile == 8 ? LaunchTileSm90<TraitsSm90<kE, kKv, kHeadDim, 8>>(params, stream)
-                                   : LaunchTileSm90<TraitsSm90<kE, kKv, kHeadDim, 16>>(params, stream);
+  if constexpr (kHas16Rows<kKv>) {
+    if (params.plan.row_tile == 16) return LaunchTileSm90<TraitsSm90<kE, kKv, kHeadDim, 16>>(params, stream);
+  }
+  return LaunchTileSm90<TraitsSm90<kE, kKv, kHeadDim, 8>>(params, stream);
 }
 
-// On the card that the family is compiled for. Clusters have a few steps for each block, and units of 16 rows leave no
-// registers for two tiles of keys: those are sm80's.
-inline bool SuitsSm90(const PagedAttentionParams& params) {
-  return DeviceIsSm90() && params.plan.row_tile == 8 && params.plan.decode_cluster == 0;
+// On the card that the family is compiled for. Clusters have a few steps for each block: those are sm80's.
+template <DType kKv>
+bool SuitsSm90(const PagedAttentionParams& params) {
+  return DeviceIsSm90() && params.plan.decode_cluster == 0 && (params.plan.row_tile == 8 || kHas16Rows<kKv>);
 }
 
 template <DType kE, DType kKv, int kHeadDim>
 Kernel MakeKernel(KernelDesc desc) {
-  return {std::move(desc), &Launch<kE, kKv, kHeadDim>, &SuitsSm90};
+  return {std::move(desc), &Launch<kE, kKv, kHeadDim>, &SuitsSm90<kKv>};
 }
 
 }  // namespace sm90

@@ -46,14 +46,15 @@ struct TraitsSm80 {
   static_assert(kKv == kEType || IsQuantised(kKv));
 };
 
-// sm90: a warp beside the others copies blocks of keys for all of them. Codes, two blocks a step, units of 8 rows.
+// sm90: a warp beside the others copies blocks of keys for all of them. Codes, two blocks a step. Two blocks of 5 warps
+// have 168 registers a thread: one of an SM's four quarters holds three warps.
 template <DType kEType, DType kKv, int kHeadDim, int kRowTile>
 struct TraitsSm90 : TraitsSm80<kEType, kKv, kHeadDim, kRowTile> {
   using Base = TraitsSm80<kEType, kKv, kHeadDim, kRowTile>;
   using Base::kDim, Base::kRows, Base::kStoredBytes, Base::kThreads;
   static constexpr int kBlockThreads = kThreads + kWarp;
   static constexpr int kBlocks = kResidentSm90;
-  static constexpr bool kQueryInRegisters = kRowTile == 8;
+  static constexpr bool kQueryInRegisters = kDim * kRows <= 1024;  // as in sm80
   static constexpr int kKeyTiles = 2;
   static constexpr int kStepKeys = kKeyTiles * kDecodeKeys;
   static constexpr int kArrayBytes = kStepKeys * kStoredBytes;  // K or V of a step
