@@ -23,13 +23,13 @@ from jax_turboattn.backends import ffi
 class Sizes:
     """L layers, B sequences."""
 
-    L: int = 8
+    L: int = 32
     B: int = 8
     H: int = 32
     K: int = 8
     D: int = 128
     P: int = 64
-    M: int = 16
+    M: int = 4
     warm: int = (
         24  # steps before anything is counted: results may take turns between a few addresses, each captured once
     )
