@@ -32,7 +32,7 @@ void Fuzz(std::mt19937_64& random) {
     Check(list.blocks == std::min<int64_t>(total, grid), "blocks that have work");
   } else {
     Check(even && list.blocks <= grid, "more blocks than there are");
-    Check((longest - longest / 16 - 1) * grid <= total, "a block too long");
+    Check((longest - std::min(longest / 16 + 1, WorkList::kMaxUneven)) * grid <= total, "a block too long");
   }
   if (total == 0) return;
   const auto begin_of = [&](int block) {

@@ -3,9 +3,9 @@
 //
 // A unit is (sequence, kv head, tile of rows). Its keys are cut in blocks of kDecodeKeys; all units' blocks follow each
 // other in one list, cut in equal parts over the grid, so a long sequence among short ones keeps no block waiting.
-// Batch-invariant calls cut each unit at fixed multiples instead, and deal these parts out. A part that is a whole unit
-// writes its rows; others leave (O, max, sum) in a slot of the workspace, and Merge puts the slots of a unit together
-// in their order.
+// Batch-invariant calls cut each unit at fixed multiples instead: a block has the parts that begin among its places. A
+// part that is a whole unit writes its rows; others leave (O, max, sum) in a slot of the workspace, and Merge puts the
+// slots of a unit together in their order.
 #ifndef TURBOATTN_KERNELS_DECODE_KERNEL_CUH_
 #define TURBOATTN_KERNELS_DECODE_KERNEL_CUH_
 
@@ -140,14 +140,13 @@ __device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& fa
   if (q_len == 0 || q_len > facts.decode_q_len) return share;
   share.blocks = facts.plain ? BlocksOf(KeysOf(facts, kv_len)) : ViewAny(params, b, q_len, nullptr, nullptr);
   share.blocks = max(share.blocks, 1);
-  share.parts = share.blocks;
-  const int units = static_cast<int>(params.cache.num_kv_heads) * ((share.q_len * facts.group + kRows - 1) / kRows);
+  share.units = static_cast<int>(params.cache.num_kv_heads) * ((share.q_len * facts.group + kRows - 1) / kRows);
+  share.cost = int64_t{share.units} * share.blocks;
   if (params.batch_invariant) {
     share.part_blocks =
         static_cast<int>(InvariantSplit(static_cast<int64_t>(share.blocks) * kDecodeKeys) / kDecodeKeys);
     share.parts = (share.blocks + share.part_blocks - 1) / share.part_blocks;
   }
-  share.cost = int64_t{units} * share.parts;
   return share;
 }
 
@@ -175,10 +174,26 @@ __device__ bool Seek(const PagedAttentionParams& params, const CallFacts& facts,
     if (!back) *offset -= share->cost;
     *b += back ? -1 : 1;
     if (*b == static_cast<int>(params.seqs.batch)) return false;
-    *share = ShareOf<kRows>(params, facts, *b);
+    Share next = ShareOf<kRows>(params, facts, *b);
+    next.first_slot = back ? share->first_slot - next.Slots() : share->first_slot + share->Slots();
+    *share = next;
     if (back) *offset += share->cost;
   }
   return true;
+}
+
+// The same, to the next place that a fixed part begins at; places up to `end` are the block's.
+template <int kRows>
+__device__ bool SeekPart(const PagedAttentionParams& params, const CallFacts& facts, int* b, Share* share,
+                         int64_t* offset, int64_t* position, int64_t end) {
+  if (!Seek<kRows>(params, facts, b, share, offset)) return false;
+  if (!params.batch_invariant) return true;
+  const int within = static_cast<int>(*offset % share->blocks);
+  const int next = (within + share->part_blocks - 1) / share->part_blocks * share->part_blocks;
+  const int skipped = min(next, share->blocks) - within;
+  *offset += skipped;
+  *position += skipped;
+  return *position < end && Seek<kRows>(params, facts, b, share, offset);
 }
 
 // How a block finds its part of the list: each thread has a few sequences that follow each other, mostly one.
@@ -189,6 +204,7 @@ struct ListSearch {
   int64_t cost = 0;  // of all that the thread has
   int64_t begin = 0;
   int64_t total;
+  int64_t total_slots = 0;  // fixed parts
   bool all_even = false;
 
   __device__ ListSearch(const PagedAttentionParams& params, const CallFacts& facts) {
@@ -197,15 +213,22 @@ struct ListSearch {
     const int first = threadIdx.x * each_thread;
     b = first;
     bool same = true;
+    int64_t slots = 0;
     for (const int end = min(b + each_thread, batch); b < end; ++b) {
       const int64_t before = share.cost;
       share = ShareOf<Traits::kRows>(params, facts, b);
       same = same && (b == first || share.cost == before);
       cost += share.cost;
+      slots += share.Slots();
     }
     const int count = b - first;
     --b;
     total = ScanOverThreads<Traits::kBlockThreads>(cost, &begin);
+    if (params.batch_invariant) {
+      int64_t first_slot = 0;
+      total_slots = ScanOverThreads<Traits::kBlockThreads>(slots, &first_slot);
+      share.first_slot = first_slot + slots - share.Slots();
+    }
     if (facts.even.units > 0) {
       all_even = __syncthreads_and(count == 0 || (same && share.cost * batch == total));
     }
@@ -260,7 +283,7 @@ __global__ void __launch_bounds__(Traits::kBlockThreads)
     Share share = mine.share;
     int64_t offset = mine.Offset(end - 1);
     Seek<Traits::kRows>(params, facts, &b, &share, &offset);
-    const int64_t last = end - 1 - offset % share.parts + share.parts - 1;  // the unit's
+    const int64_t last = end - 1 - offset % share.blocks + share.blocks - 1;  // the unit's
     part.parts = list.BlockOf(last) - block + 1;
   }
 }
@@ -359,6 +382,11 @@ template <class Traits, class Shared>
 __device__ BlockWork FindWork(const PagedAttentionParams& params, const CallFacts& facts, Shared& shared, int lone) {
   const WorkspaceView workspace(params);
   const int block = static_cast<int>(blockIdx.x), batch = static_cast<int>(params.seqs.batch);
+  // Which of the pages' names the block needs depends on lengths. The grid has them all brought to L2 in the meantime.
+  constexpr int kLine = 32;  // entries
+  const int64_t line = static_cast<int64_t>(block) * Traits::kBlockThreads + threadIdx.x;
+  if (line * kLine < batch * params.seqs.max_pages) Prefetch(params.seqs.page_table + line * kLine);
+  if (line * kLine < batch) Prefetch(params.seqs.layer + line * kLine);
   ScheduledPart scheduled = {};
   if (facts.schedule != nullptr) scheduled = reinterpret_cast<const ScheduledPart*>(facts.schedule)[block];
   BlockWork work;
@@ -382,7 +410,7 @@ __device__ BlockWork FindWork(const PagedAttentionParams& params, const CallFact
       shared.list = list;
       shared.last_parts = 0;
       if (blockIdx.x == 0) {
-        *workspace.slots_in_use = params.batch_invariant ? list.total : 2 * static_cast<int64_t>(gridDim.x);
+        *workspace.slots_in_use = params.batch_invariant ? mine.total_slots : 2 * static_cast<int64_t>(gridDim.x);
       }
     }
     if (block < list.blocks) list.Range(block, facts.even, &work.position, &work.end);
@@ -479,21 +507,25 @@ class PartQuery {
   const NewRows<Traits> new_rows_;
 };
 
-// A part that is the whole unit writes its rows, others their slot of the workspace. `within`: of the unit's parts or
-// blocks; row_at(row, d, &max, &sum): four columns of what the block's warps have.
+// A part that is the whole unit writes its rows, others their slot of the workspace. row_at(row, d, &max, &sum): four
+// columns of what the block's warps have.
 template <class Traits, class Shared, class RowAt>
 __device__ void WritePart(const PagedAttentionParams& params, const Shared& shared, const Share& share, int head,
-                          int first_row, int rows, int within, int num_blocks, int64_t position, RowAt row_at) {
+                          int first_row, int rows, int first_block, int num_blocks, int64_t position, RowAt row_at) {
   constexpr int kRows = Traits::kRows, kDim = Traits::kDim;
   const WorkspaceView workspace(params);
   const bool whole = num_blocks == share.blocks, fixed_parts = params.batch_invariant;
-  const int64_t slot = fixed_parts ? position : 2 * static_cast<int64_t>(blockIdx.x) + (within == 0 ? 1 : 0);
+  int64_t slot = 2 * static_cast<int64_t>(blockIdx.x) + (first_block == 0 ? 1 : 0);
+  if (fixed_parts) {
+    const int64_t unit = int64_t{first_row / kRows} * params.cache.num_kv_heads + head;  // of the sequence's
+    slot = share.first_slot + unit * share.parts + first_block / share.part_blocks;
+  }
   float* partial = workspace.data + slot * kSlotFloats<kRows, kDim>;
   if (threadIdx.x == 0 && !whole) {
     SlotInfo info = {0, rows, share.first_token, head, first_row};
-    if (within == 0 && fixed_parts) {
+    if (first_block == 0 && fixed_parts) {
       info.parts = share.parts;
-    } else if (within == 0) {
+    } else if (first_block == 0) {
       const int parts = shared.last_parts, block = static_cast<int>(blockIdx.x);
       info.parts = parts > 0 ? parts : shared.list.BlockOf(position + share.blocks - 1) - block + 1;
     }
@@ -548,7 +580,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   while (position < end) {
     if (finds) {
       const int from = b;
-      const bool found = clustered || Seek<kRows>(params, facts, &b, &share, &offset);
+      const bool found = clustered || SeekPart<kRows>(params, facts, &b, &share, &offset, &position, end);
       moves = found && (moves || b != from);
       if (!found) b = -1;
       shared.b = b;
@@ -571,17 +603,16 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     b = shared.b;
     offset = shared.offset;
     if (b < 0) break;
-    int unit, within, first_block, num_blocks;
+    int unit, first_block, num_blocks;
     if (clustered) {
       const unsigned peers = 1u << facts.cluster_shift, rank = blockIdx.x & (peers - 1), blocks = share.blocks;
       unit = static_cast<int>(blockIdx.x >> facts.cluster_shift);
-      within = first_block = static_cast<int>(blocks * rank >> facts.cluster_shift);
+      first_block = static_cast<int>(blocks * rank >> facts.cluster_shift);
       num_blocks = static_cast<int>(blocks * (rank + 1) >> facts.cluster_shift) - first_block;  // may be 0
-      if (int64_t{unit} * share.parts >= share.cost) break;  // the sequence has fewer rows than it could
+      if (unit >= share.units) break;  // the sequence has fewer rows than it could
     } else {
-      unit = static_cast<int>(Divide(offset, share.parts));
-      within = static_cast<int>(offset - int64_t{unit} * share.parts);
-      first_block = fixed_parts ? within * share.part_blocks : within;
+      unit = static_cast<int>(Divide(offset, share.blocks));
+      first_block = static_cast<int>(offset - int64_t{unit} * share.blocks);
       num_blocks = static_cast<int>(
           min(int64_t{share.blocks} - first_block, fixed_parts ? int64_t{share.part_blocks} : end - position));
     }
@@ -628,10 +659,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       cluster.Finish(params);
       break;
     }
-    WritePart<Traits>(params, shared, share, head, first_row, rows, within, num_blocks, position, row_at);
-    const int taken = fixed_parts ? 1 : num_blocks;
-    position += taken;
-    offset += taken;
+    WritePart<Traits>(params, shared, share, head, first_row, rows, first_block, num_blocks, position, row_at);
+    position += num_blocks;
+    offset += num_blocks;
     finds = threadIdx.x == 0;
     moves = false;
   }

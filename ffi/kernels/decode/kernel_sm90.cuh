@@ -12,12 +12,12 @@ namespace turboattn::decode {
 template <class Traits>
 __device__ void FindPart(const PagedAttentionParams& params, const CallFacts& facts, int* b, Share* share,
                          int64_t* offset, int64_t position, int64_t end, Part* part) {
-  if (position >= end || !Seek<Traits::kRows>(params, facts, b, share, offset)) {
+  if (position >= end || !SeekPart<Traits::kRows>(params, facts, b, share, offset, &position, end)) {
     part->b = -1;
     return;
   }
   const int heads = static_cast<int>(params.cache.num_kv_heads);
-  const int unit = static_cast<int>(Divide(*offset, share->parts)), tile = unit < heads ? 0 : unit / heads;
+  const int unit = static_cast<int>(Divide(*offset, share->blocks)), tile = unit < heads ? 0 : unit / heads;
   part->b = *b;
   part->share = *share;
   part->offset = *offset;
@@ -25,8 +25,7 @@ __device__ void FindPart(const PagedAttentionParams& params, const CallFacts& fa
   part->head = unit - tile * heads;
   part->first_row = tile * Traits::kRows;
   part->rows = min(share->q_len * facts.group - part->first_row, Traits::kRows);
-  part->within = static_cast<int>(*offset - int64_t{unit} * share->parts);
-  part->first_block = params.batch_invariant ? part->within * share->part_blocks : part->within;
+  part->first_block = static_cast<int>(*offset - int64_t{unit} * share->blocks);
   part->num_blocks = static_cast<int>(min(int64_t{share->blocks} - part->first_block,
                                           params.batch_invariant ? int64_t{share->part_blocks} : end - position));
   if (facts.plain) {
@@ -66,7 +65,6 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
     const bool first_lane = threadIdx.x == kThreads;
     b = shared.parts[0].b;
     share = shared.parts[0].share;
-    offset = shared.parts[0].offset;
 #pragma unroll 1
     for (int n = 0;; ++n) {
       Part& part = shared.parts[n % kParts];
@@ -78,9 +76,8 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
       if (first_lane) Arrive(&shared.found[n % kParts]);
       if (part.b < 0) break;
       copier.CopyPart(part);
-      const int taken = params.batch_invariant ? 1 : part.num_blocks;
-      position += taken;
-      offset += taken;
+      position = part.position + part.num_blocks;
+      offset = part.offset + part.num_blocks;
     }
     CommitCopies();
     WaitCopies<0>();  // it does not leave with arrivals to come
@@ -119,8 +116,8 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
       };
       mainloop.Publish(output(warp), shared.states);
       sync();
-      WritePart<Traits>(params, shared, part.share, part.head, part.first_row, part.rows, part.within, part.num_blocks,
-                        part.position, [&](int row, int d, float* max, float* sum) {
+      WritePart<Traits>(params, shared, part.share, part.head, part.first_row, part.rows, part.first_block,
+                        part.num_blocks, part.position, [&](int row, int d, float* max, float* sum) {
                           return SumOverWarps<Traits>(
                               shared.states, row, [&](int w) { return &output(w).o[row][d]; }, max, sum);
                         });

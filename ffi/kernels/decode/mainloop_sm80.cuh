@@ -38,11 +38,16 @@ struct ClusterParts {
 // A sequence's share of the flat list.
 struct Share {
   int first_token, q_len;
-  int kv_len;       // plain calls
-  int blocks;       // of a unit, at least 1
-  int part_blocks;  // of a part; 0: parts are cut by the grid
-  int parts;        // of a unit: that many of part_blocks, or blocks
-  int64_t cost;     // length in the list: parts of all units, which are kv heads x tiles of rows
+  int kv_len;    // plain calls
+  int blocks;    // of a unit, at least 1
+  int units;     // kv heads x tiles of rows
+  int64_t cost;  // length in the list: blocks of all units
+  // Fixed parts.
+  int part_blocks;     // of a part
+  int parts;           // of a unit
+  int64_t first_slot;  // of the first unit's first part: each has its slot
+
+  __device__ int64_t Slots() const { return int64_t{units} * parts; }
 };
 
 // The last step of each ring is empty until the first has been multiplied. By then the query is in registers: until

@@ -16,10 +16,10 @@ namespace turboattn::decode {
 // A part of a unit, as the copying warp found it. b < 0: the block has no more.
 struct Part {
   int b;
-  int head, first_row, rows;            // of the unit
-  int within, first_block, num_blocks;  // of the unit's parts or blocks; the part's
-  int new_block;                        // the first of these that may have a new row, if there are so many
-  int64_t position, offset;             // in the list, and in the sequence's share
+  int head, first_row, rows;    // of the unit
+  int first_block, num_blocks;  // of the unit's blocks
+  int new_block;                // the first of these that may have a new row, if there are so many
+  int64_t position, offset;     // in the list, and in the sequence's share
   Share share;
   SequenceView view;
   BlockList<kDecodeKeys> blocks;
