@@ -258,38 +258,30 @@ __device__ bool AllMapped(const PagedAttentionParams& params, const TileSm90<Tra
 // Writes a consumer's rows.
 template <class Traits, class Params>
 __device__ __forceinline__ void StoreRows(const Params& params, const TileSm90<Traits>& tile,
-                                          const ConsumerSm90<Traits, Params>& consumer) {
+                                          ConsumerSm90<Traits, Params>& consumer) {
   using E = typename Traits::E;
   constexpr int kDim = Traits::kValueDim;
   const int column = threadIdx.x % 4;
-  int64_t out_row[2];
-  bool exists[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = consumer.Row(half);
-    exists[half] = row < tile.num_rows;
-    out_row[half] = tile.rows.token[row] * params.num_heads + tile.rows.head[row];
-    if (exists[half] && column == 0) params.lse[out_row[half]] = consumer.end[half].lse;
-  }
+  if constexpr (!ConsumerSm90<Traits, Params>::kTightEnds) consumer.PlaceRows(tile);
   const auto scaled = [&](int d, int e) { return consumer.o[d][e] * consumer.end[e / 2].factor; };
   if (params.out_dtype == DType::kFloat32) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (!exists[half]) continue;
+      if (!consumer.exists[half]) continue;
 #pragma unroll
       for (int d = 0; d < kDim / 8; ++d) {
-        StorePair<E>(params.out, params.out_dtype, out_row[half] * kDim + 8 * d + column * 2, scaled(d, 2 * half),
-                     scaled(d, 2 * half + 1));
+        StorePair<E>(params.out, params.out_dtype, consumer.out_row[half] * kDim + 8 * d + column * 2,
+                     scaled(d, 2 * half), scaled(d, 2 * half + 1));
       }
     }
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      uint4* const out = static_cast<uint4*>(params.out) + out_row[half] * (kDim / kChunk) + column;
+      uint4* const out = static_cast<uint4*>(params.out) + consumer.out_row[half] * (kDim / kChunk) + column;
 #pragma unroll
       for (int d = 0; d < kDim / 8; d += 4) {
         const auto word = [&](int i) { return Pack<E>(scaled(d + i, 2 * half), scaled(d + i, 2 * half + 1)); };
-        StoreIf(exists[half], out + d, TransposeQuad({word(0), word(1), word(2), word(3)}));
+        StoreIf(consumer.exists[half], out + d, TransposeQuad({word(0), word(1), word(2), word(3)}));
       }
     }
   }
@@ -382,7 +374,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
             FillTileRow<Traits::kRows>(params, tile.view, tile.head, tile.first_row, tile.num_rows, r, &tile.rows);
           }
           const bool mapped = AllMapped(params, tile);
-          if (threadIdx.x % kWarp == 0) tile.all_mapped = mapped;
+          if (threadIdx.x % kWarp == 0) {
+            tile.all_mapped = mapped;
+            tile.plain_from = PlainFrom(params, tile, MakeScoreRule(params.score).modified, tile.end - 2);
+          }
         }
         Arrive(&shared.rows_full[slot.index]);
         if (last) break;

@@ -97,7 +97,9 @@ __device__ constexpr bool HoldsValues(int i, int count) { return i % 2 == 0 ? i 
 template <class Traits>
 struct SharedSm90 {
   using E = typename Traits::E;
-  static constexpr int kTiles = 2;
+  // Two have a tile of one block wait for the choice of the next: 2 to 4 % of causal calls of 1,024 keys. Three tiles
+  // and a ring of codes do not fit.
+  static constexpr int kTiles = Traits::kQuantised ? 2 : 3;
   alignas(1024) E query[Traits::kRows * Traits::kDim];  // panels of 64 columns: see ptx_sm90.cuh
   alignas(1024) E key[Traits::kStages][Traits::kKeys * Traits::kDim];
   alignas(1024) E value[Traits::kStages][Traits::kKeys * Traits::kValueDim];
@@ -370,11 +372,16 @@ struct ConsumerSm90 {
   static constexpr float kFar = 1024.f;  // exponents of 2; half an ulp there is 2^-14
   // Named barriers.
   static constexpr int kOwnBarrier = 1, kTurnBarrier = 4;
+  // At head dim 128 a tile's first and last products take turns too, and where its rows go is found under the last: 1
+  // to 2 % of calls of 1,024 keys on an H200; calls of head dim 64 and 256 lost 1 to 3 %, quantised caches have not
+  // been measured.
+  static constexpr bool kTightEnds = kDim == 128 && !Traits::kQuantised;
 
   const ArgumentsSm90<Params>& args;
   const Params& params;
   Shared& shared;
   const int warpgroup;  // 0 .. kConsumers - 1
+  const int turn;       // the same; at head dim 128 not in a uniform register, which are few: 0.5 to 1 %
   const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % kWarp;
   const ScoreRule rule;
   const TileRows<Traits::kRows>* rows = nullptr;  // of the tile
@@ -391,14 +398,19 @@ struct ConsumerSm90 {
   float max[2];  // origin of the exponents, in x (see ScoreRule): within kSlack of the maximum; in the end, in log2
   float sum[2];  // this thread's columns only; in the end, all
   RowEnd end[2];
+  int64_t out_row[2];  // see PlaceRows()
+  bool exists[2];
   float alpha[2];
-  bool moved;  // alpha is not 1 for a row of this warp
+  bool moved;       // alpha is not 1 for a row of this warp
+  float origin[2];  // max in log2; 0 for -Inf
+  bool far;         // one of this warp's origins is: see Softmax()
 
   __device__ __forceinline__ ConsumerSm90(const ArgumentsSm90<Params>& args, Shared& shared, int warpgroup)
       : args(args),
         params(args.params),
         shared(shared),
         warpgroup(warpgroup),
+        turn(kTightEnds ? static_cast<int>(threadIdx.x) / kWarpgroup - 1 : warpgroup),
         rule(MakeScoreRule(args.params.score)),
         peer_lane(args.schedule.cluster > 1 ? 1 : kWarp),
         peer_offset(AddressIn((RankInCluster(args.schedule) ^ 1) % args.schedule.cluster, SharedAddress(&shared)) -
@@ -418,9 +430,9 @@ struct ConsumerSm90 {
   __device__ __forceinline__ void StartTurns() const {
     if (warpgroup == kConsumers - 1) ArriveNamed(kTurnBarrier, 2 * kWarpgroup);
   }
-  __device__ __forceinline__ void WaitTurn() const { SyncNamed(kTurnBarrier + warpgroup, 2 * kWarpgroup); }
+  __device__ __forceinline__ void WaitTurn() const { SyncNamed(kTurnBarrier + turn, 2 * kWarpgroup); }
   __device__ __forceinline__ void PassTurn() const {
-    const int next = warpgroup + 1 == kConsumers ? 0 : warpgroup + 1;
+    const int next = turn + 1 == kConsumers ? 0 : turn + 1;
     ArriveNamed(kTurnBarrier + next, 2 * kWarpgroup);
   }
 
@@ -541,40 +553,50 @@ struct ConsumerSm90 {
     return {false, {static_cast<uint32_t>(both), static_cast<uint32_t>(both >> 32)}};
   }
 
+  __device__ __forceinline__ bool Moves(float top, int half) const {
+    return top * rule.to_log2 > max[half] * rule.to_log2 + kSlack;
+  }
+  // Rare after a tile's first block: in Softmax() its steps would stand between scores and exponentials.
+  __device__ __forceinline__ void MoveOrigins(const float (&top)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float reference = max[half];
+      const bool moves = Moves(top[half], half);
+      const float next = moves ? top[half] : reference;
+      // No key yet: any finite origin will do, and exp(-Inf) must not become exp(-Inf + Inf).
+      const bool none = next == -Infinity();
+      alpha[half] = none || reference == -Infinity() ? 0.f : Exp2((reference - next) * rule.to_log2);
+      if (!moves) alpha[half] = 1.f;
+      sum[half] *= alpha[half];
+      max[half] = next;
+      origin[half] = none ? 0.f : __fmul_rn(next, rule.to_log2);
+    }
+    far = __any_sync(~0u, fabsf(origin[0]) > kFar || fabsf(origin[1]) > kFar);
+  }
+
   // Scores to probabilities, in place; the sums follow, o waits for Rescale(). See MainloopSm80::MoveOrigins.
   __device__ __forceinline__ void Softmax() {
-    float top[2] = {fmaxf(s[0][0], s[0][1]), fmaxf(s[0][2], s[0][3])}, origin[2];
+    float top[2] = {fmaxf(s[0][0], s[0][1]), fmaxf(s[0][2], s[0][3])};
 #pragma unroll
     for (int n = 1; n < kKeys / 8; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) top[half] = fmaxf(top[half], fmaxf(s[n][2 * half], s[n][2 * half + 1]));
     }
-    bool moves_any = false, far = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float x = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
-      x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-      const float reference = max[half];
-      const bool moves = x * rule.to_log2 > reference * rule.to_log2 + kSlack;
-      const float next = moves ? x : reference;
-      // No key yet: any finite origin will do, and exp(-Inf) must not become exp(-Inf + Inf).
-      const bool none = next == -Infinity();
-      origin[half] = none ? 0.f : __fmul_rn(next, rule.to_log2);
-      far = far || fabsf(origin[half]) > kFar;
-      alpha[half] = none || reference == -Infinity() ? 0.f : Exp2((reference - next) * rule.to_log2);
-      if (!moves) alpha[half] = 1.f;
-      max[half] = next;
-      sum[half] *= alpha[half];
-      moves_any = moves_any || moves;
+      top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 1));
+      top[half] = fmaxf(top[half], __shfl_xor_sync(~0u, top[half], 2));
     }
-    moved = __any_sync(~0u, moves_any);
+    moved = __any_sync(~0u, Moves(top[0], 0) || Moves(top[1], 1));
+    if (moved) MoveOrigins(top);
+    float from[2] = {origin[0], origin[1]};
     // Where half an ulp of the origin is not small against 1, scores are taken from it before they are scaled.
-    if (__any_sync(~0u, far)) {
+    if (far) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const bool this_far = fabsf(origin[half]) > kFar;
         const float shift = this_far ? max[half] : 0.f;
-        if (this_far) origin[half] = 0.f;
+        if (this_far) from[half] = 0.f;
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) {
           s[n][2 * half] -= shift;
@@ -585,7 +607,7 @@ struct ConsumerSm90 {
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[n][e] = Exp2(fmaf(s[n][e], rule.to_log2, -origin[e / 2]));
+      for (int e = 0; e < 4; ++e) s[n][e] = Exp2(fmaf(s[n][e], rule.to_log2, -from[e / 2]));
 #pragma unroll
       for (int half = 0; half < 2; ++half) sum[half] += s[n][2 * half] + s[n][2 * half + 1];
     }
@@ -683,18 +705,20 @@ struct ConsumerSm90 {
       const bool has_sink = exists && rows->token[Row(half)] < tile.view.first_token + tile.view.q_len;
       end[half] = EndRow(max[half], sum[half], has_sink ? params.score.sinks : nullptr, rows->head[Row(half)]);
     }
+    if constexpr (kTightEnds) PlaceRows(tile);
   }
 
-  // The first of the plain blocks that end with `block`, block + 1 if it is none: scores stay as they are and all rows
-  // see all keys.
-  __device__ __forceinline__ int PlainFrom(const TileSm90<Traits>& tile, int block) const {
-    const BlockList<kKeys>& blocks = tile.blocks;
-    const int run = blocks.RunOf(block), first_key = blocks.FirstKey(block);
-    const RunRange common = blocks.common[run];
-    const bool selects = rule.modified || !tile.all_mapped || SegmentsOfKeys(params, 0) != nullptr;
-    if (selects || !common.HoldsAll(first_key, kKeys)) return block + 1;
-    return ::max(block - (first_key - common.lo) / kKeys, ::max(tile.begin, run == 0 ? 0 : blocks.count[0]));
+  // Where the rows go, and their lse.
+  __device__ __forceinline__ void PlaceRows(const TileSm90<Traits>& tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = Row(half);
+      exists[half] = row < tile.num_rows;
+      out_row[half] = tile.rows.token[row] * params.num_heads + tile.rows.head[row];
+      if (exists[half] && lane % 4 == 0) params.lse[out_row[half]] = end[half].lse;
+    }
   }
+
   // From the probabilities of the block before to those of `block`; the products of that one's values go under softmax
   // of this one. Plain blocks have no code for masks: it cost them 4 % of their cycles, though it never ran.
   template <bool kPlain>
@@ -735,8 +759,9 @@ struct ConsumerSm90 {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       max[half] = -Infinity();
-      sum[half] = 0.f;
+      sum[half] = origin[half] = 0.f;
     }
+    far = false;
   }
 
   // tile.rows is filled in. What begins and ends rows is done under products where it can: tiles of 1,024 keys spend a
@@ -759,7 +784,9 @@ struct ConsumerSm90 {
     if (const QueryPrologue* prologue = PrologueOf(params)) ApplyPrologueToRows(*prologue, tile);
     if constexpr (kQuerySteps > 0) LoadQueryFragments();
     WaitKeys();
+    if constexpr (kTightEnds) WaitTurn();
     IssueScores();
+    if constexpr (kTightEnds) PassTurn();
     StartRows();
     const uint32_t mapped = MappedKeys();
     const SeenKeys seen = FindSeenKeys(tile, block, mapped);
@@ -769,14 +796,17 @@ struct ConsumerSm90 {
     ModifyAndMask(tile, block, mapped, seen);
     Softmax();
     PackProbabilities();
-    while (block > begin) {
-      const int plain_from = PlainFrom(tile, block - 1);
+    for (int plain_from = tile.plain_from; block > begin;) {
 #pragma unroll 1
       while (block > plain_from) Step<true>(tile, --block, begin);
-      if (block > begin) Step<false>(tile, --block, begin);
+      if (block == begin) break;
+      Step<false>(tile, --block, begin);
+      plain_from = PlainFrom(params, tile, rule.modified, block - 1);
     }
     WaitValues();
+    if constexpr (kTightEnds) WaitTurn();
     IssueValues();
+    if constexpr (kTightEnds) PassTurn();
     EndRows(tile);
     WgmmaWait<0>();
     HoldRegisters(o);

@@ -27,6 +27,7 @@ struct TileSm90 {
   int num_rows;     // 0: the unit has no tile for this block
   bool last;        // there is no tile here, and none will come
   bool all_mapped;  // all pages with keys that some row of the tile sees
+  int plain_from;   // PlainFrom() of the last block but one
   int non_finite;   // not 0: values that some row may see have been taken out, see AddNonFinite()
   TileRows<Traits::kRows> rows;
 };
@@ -43,6 +44,20 @@ __device__ __forceinline__ KeyBlockView ViewBlock(const Params& params, const Ti
           tile.view.has_tree ? params.score.tree_mask : nullptr,
           params.score.tree_columns,
           tile.view.position};
+}
+
+// The first of the plain blocks that end with `block`, block + 1 if it is none: scores stay as they are and all rows
+// see all keys.
+template <class Traits, class Params>
+__device__ __forceinline__ int PlainFrom(const Params& params, const TileSm90<Traits>& tile, bool scores_change,
+                                         int block) {
+  constexpr int kKeys = Traits::kKeys;
+  const BlockList<kKeys>& blocks = tile.blocks;
+  const int run = blocks.RunOf(block), first_key = blocks.FirstKey(block);
+  const RunRange common = blocks.common[run];
+  const bool selects = scores_change || !tile.all_mapped || SegmentsOfKeys(params, 0) != nullptr;
+  if (selects || block < tile.begin || !common.HoldsAll(first_key, kKeys)) return block + 1;
+  return max(block - (first_key - common.lo) / kKeys, max(tile.begin, run == 0 ? 0 : blocks.count[0]));
 }
 
 }  // namespace turboattn::prefill
