@@ -1,6 +1,7 @@
 """A decode step of several layers, run many times: prints one JSON line for test_capture.py.
 
-XLA_FLAGS=--xla_gpu_graph_min_graph_size=1 python tests/gpu/capture_program.py IMPLEMENTATION
+XLA_FLAGS="--xla_gpu_graph_min_graph_size=1 --xla_cmd_buffer_trace_cache_size=256" \\
+    python tests/gpu/capture_program.py IMPLEMENTATION
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-CAPTURED = "--xla_gpu_graph_min_graph_size=1"
+# XLA keeps 16 captures of a call by default: the iterations of a loop of 32 would capture it again and again.
+CAPTURED = "--xla_gpu_graph_min_graph_size=1 --xla_cmd_buffer_trace_cache_size=256"
 
 
 @functools.cache

@@ -306,8 +306,8 @@ __device__ FoundTile FindTile(int64_t batch, int64_t number, Count count) {
   return found;
 }
 
-// The sum of what the threads before this one have goes to *before; returns that of all. By the whole block, once in a
-// kernel.
+// The sum of what the threads before this one have goes to *before; returns that of all. By the whole block; a
+// barrier between two scans.
 template <int kThreads>
 __device__ int64_t ScanOverThreads(int64_t mine, int64_t* before) {
   constexpr int kWarps = kThreads / 32;

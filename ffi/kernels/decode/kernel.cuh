@@ -226,6 +226,7 @@ struct ListSearch {
     total = ScanOverThreads<Traits::kBlockThreads>(cost, &begin);
     if (params.batch_invariant) {
       int64_t first_slot = 0;
+      __syncthreads();  // the scan before this one has been read
       total_slots = ScanOverThreads<Traits::kBlockThreads>(slots, &first_slot);
       share.first_slot = first_slot + slots - share.Slots();
     }
