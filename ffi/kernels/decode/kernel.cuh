@@ -383,7 +383,8 @@ template <class Traits, class Shared>
 __device__ BlockWork FindWork(const PagedAttentionParams& params, const CallFacts& facts, Shared& shared, int lone) {
   const WorkspaceView workspace(params);
   const int block = static_cast<int>(blockIdx.x), batch = static_cast<int>(params.seqs.batch);
-  // Which of the pages' names the block needs depends on lengths. The grid has them all brought to L2 in the meantime.
+  // Which of the pages' names the block needs depends on lengths. The grid has them brought to L2 in the meantime, those
+  // of a very large table in part.
   constexpr int kLine = 32;  // entries
   const int64_t line = static_cast<int64_t>(block) * Traits::kBlockThreads + threadIdx.x;
   if (line * kLine < batch * params.seqs.max_pages) Prefetch(params.seqs.page_table + line * kLine);

@@ -239,7 +239,7 @@ struct MainloopSm90 : WarpProducts<Traits> {
     }
   }
 
-  // With the query in registers.
+  // After TakeQuery().
   __device__ void Run() {
     this->Reset();
     const int num_blocks = part.Keyed();

@@ -457,7 +457,7 @@ struct WarpProducts {
         top[n][e] = fmaxf(s[0][n][e], s[0][n][e + 2]);
 #pragma unroll
         for (int t = 1; t < kKeyTiles; ++t) top[n][e] = fmaxf(top[n][e], fmaxf(s[t][n][e], s[t][n][e + 2]));
-        changes = changes || top[n][e] > max[n][e] + slack;
+        changes = changes || top[n][e] - max[n][e] > slack;  // max + slack may round up by twice the slack
       }
     }
     if (__any_sync(~0u, changes)) Rebase(top, larger);

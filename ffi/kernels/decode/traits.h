@@ -54,7 +54,7 @@ struct TraitsSm90 : TraitsSm80<kEType, kKv, kHeadDim, kRowTile> {
   using Base::kDim, Base::kRows, Base::kStoredBytes, Base::kThreads;
   static constexpr int kBlockThreads = kThreads + kWarp;
   static constexpr int kBlocks = kResidentSm90;
-  static constexpr bool kQueryInRegisters = kDim * kRows <= 1024;  // as in sm80
+  static constexpr bool kQueryInRegisters = kDim * kRows <= 1024;  // two tiles of scores have the rest
   static constexpr int kKeyTiles = 2;
   static constexpr int kStepKeys = kKeyTiles * kDecodeKeys;
   static constexpr int kArrayBytes = kStepKeys * kStoredBytes;  // K or V of a step

@@ -381,7 +381,7 @@ struct MainloopSm80 {
     // The origin of the exponents follows the maximum only when probabilities would pass 2^kSlack otherwise: most
     // blocks then have nothing to rescale, and sums lose nothing, since all terms share the origin.
     const auto moves = [&](int f, int half) {
-      return top[f][half] * rule.to_log2 > max[f][half] * rule.to_log2 + kSlack;
+      return (top[f][half] - max[f][half]) * rule.to_log2 > kSlack;  // a sum with kSlack may round up by far more
     };
     // No key yet: any finite origin will do, and exp(-Inf) must not become exp(-Inf + Inf).
     const auto origin_at = [&](float max) { return max == -Infinity() ? 0.f : __fmul_rn(max, rule.to_log2); };

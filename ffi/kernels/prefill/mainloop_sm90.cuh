@@ -98,7 +98,7 @@ template <class Traits>
 struct SharedSm90 {
   using E = typename Traits::E;
   // Two have a tile of one block wait for the choice of the next: 2 to 4 % of causal calls of 1,024 keys. Three tiles
-  // and a ring of codes do not fit.
+  // and int8's ring do not fit at head dim 128.
   static constexpr int kTiles = Traits::kQuantised ? 2 : 3;
   alignas(1024) E query[Traits::kRows * Traits::kDim];  // panels of 64 columns: see ptx_sm90.cuh
   alignas(1024) E key[Traits::kStages][Traits::kKeys * Traits::kDim];
@@ -554,7 +554,7 @@ struct ConsumerSm90 {
   }
 
   __device__ __forceinline__ bool Moves(float top, int half) const {
-    return top * rule.to_log2 > max[half] * rule.to_log2 + kSlack;
+    return (top - max[half]) * rule.to_log2 > kSlack;  // a sum with kSlack may round up by far more
   }
   // Rare after a tile's first block: in Softmax() its steps would stand between scores and exponentials.
   __device__ __forceinline__ void MoveOrigins(const float (&top)[2]) {

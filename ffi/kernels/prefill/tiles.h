@@ -28,7 +28,7 @@ struct TilesSm80<256> {
 };
 
 // sm90: a producer warpgroup and kConsumers warpgroups of 64 rows each, one block an SM. Query tile and ring must stay
-// below 227 KB less some 14 KB of bookkeeping.
+// below 227 KB less 14 to 26 KB of bookkeeping.
 template <int kDim, int kValueDim>
 struct TilesSm90;
 
