@@ -166,6 +166,13 @@ def main() -> int:
     args = parser.parse_args()
     end = time.monotonic() + args.limit
     wanted = set(filter(None, args.peers.split(",")))
+    unknown = wanted - set(peers.NAMES)
+    if unknown:
+        print(f"no peer is called {', '.join(sorted(unknown))}: there are {', '.join(peers.NAMES)}")
+        return 5
+    if jax.default_backend() != "gpu":
+        print(f"no GPU: jax runs on {jax.devices()[0].device_kind}; python -P -m jax_turboattn env says more")
+        return 1
     cases = chosen(args.only, args.quick)
     if not cases:
         print(f"no row has {args.only!r} in its name")

@@ -27,6 +27,19 @@ from timing import Work
 import jax_turboattn as ta
 
 OURS = ("cuda", "pallas")
+NAMES = (
+    *OURS,
+    "cuda:sm80",
+    "cuda dense",
+    "xla",
+    "cudnn",
+    "cudnn dense",
+    "fa3",
+    *(f"fa3 {n} splits" for n in (1, 4, 16)),
+    "torch fa2",
+    "flashinfer fa2",
+    "flashinfer fa3",
+)
 CUDA_CALL = r'custom_call_target="turboattn_'
 PALLAS_CALL = r'custom_call_target="[^"]*(?:triton|mosaic)'
 CUDNN_CALL = r'custom_call_target="__cudnn'

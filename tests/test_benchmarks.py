@@ -57,6 +57,7 @@ def test_every_peer_is_timed_or_says_why_not(case):
             assert "cudnn" in name or "fa3" in name, error
     assert ("cpu" in found) == (case.kind in ("decode", "chunked"))
     assert all(times.us > 0 and times.single_us > 0 for times in found.values())
+    assert {*found, *peers.outside(case)} <= {*peers.NAMES, "cpu"}
     amount, unit = peers.amount(case)
     assert amount > 0 and unit in ("TB/s", "TFLOP/s") and peers.memory(case) > 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import math
 import pathlib
 import re
@@ -77,7 +78,9 @@ def version_mismatch(built: tuple[int, int], running: tuple[int, int]) -> str | 
 def _source_tree_hint() -> str:
     """In a clone the sources in the current folder hide an installed package, and builds leave no modules there."""
     root = pathlib.Path(__file__).parents[2]
-    if not (root / "CMakeLists.txt").exists():
+    package = __package__.rpartition(".")[0]
+    has_modules = any(importlib.util.find_spec(f"{package}._{name}") for name in _XLA_PLATFORM)  # editable install
+    if has_modules or not (root / "CMakeLists.txt").exists():
         return ""
     return f"; this is the source tree {root}: to use an installed jax_turboattn, run elsewhere or with python -P"
 

@@ -23,7 +23,9 @@ def add_arguments(parser) -> None:
     parser.add_argument("--kv-heads", type=int, default=8, help="kv heads, K (default %(default)s)")
     parser.add_argument("--head-dim", type=int, default=128, help="D (default %(default)s)")
     parser.add_argument("--value-dim", type=int, help="Dv (default D)")
-    parser.add_argument("--dtype", choices=QUERY_DTYPES, default="bfloat16", help="of the queries (default %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=QUERY_DTYPES, default="bfloat16", help="of the queries (default %(default)s)"
+    )
     parser.add_argument("--kv-dtype", choices=tuple(KV_DTYPES), help="of the cache (default: that of the queries)")
     parser.add_argument("--page-size", type=int, default=64, help="tokens a page (default %(default)s)")
     parser.add_argument("--window", type=int, help="left window, self excluded")
@@ -93,11 +95,13 @@ def run(args) -> int:
             (array((2, T, args.heads, value_dim), args.dtype), array((2, T, args.heads), jnp.float32)),
             {"sinks": options["sinks"]},
         ),
-        attention=tuple(
+        attention=(
             (
-                tuple(array((B, n, h, d), args.dtype) for n, h, d in ((T, args.heads, args.head_dim), (S, args.kv_heads, args.head_dim), (S, args.kv_heads, value_dim))),
-                options | {"is_causal": True},
-            )
+                array((B, T, args.heads, args.head_dim), args.dtype),
+                array((B, S, args.kv_heads, args.head_dim), args.dtype),
+                array((B, S, args.kv_heads, value_dim), args.dtype),
+            ),
+            options | {"is_causal": True},
         ),
         ragged_attention=((query, key, array((T, args.kv_heads, value_dim), args.dtype), offsets, offsets), options),
     )
