@@ -44,7 +44,7 @@ def test_kernels_lists_the_registry(capsys):
     assert status == 0
     names = [line.split()[0] for line in printed.out.splitlines()[1:]]
     assert names[: len(ffi.load("cpu").module.kernels())] == [k["name"] for k in ffi.load("cpu").module.kernels()]
-    assert any(name.startswith("decode_cpu_bfloat16_kvint8") for name in names)
+    assert any(name.startswith("prefill_cpu_bfloat16_kvint8") for name in names)
     status, printed = run(capsys, "kernels", "--markdown")
     assert status == 0 and "| `gather_kv` | gather | `cpu` | any |" in printed.out
 

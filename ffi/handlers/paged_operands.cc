@@ -203,13 +203,7 @@ void PlanWorkspace(Operands& operands, PagedAttentionParams* params) {
   params->workspace = operands.ScratchResult(params->plan.workspace_bytes);
 }
 
-bool AttentionAppends([[maybe_unused]] const PagedAttentionParams& params) {
-#if defined(TURBOATTN_CUDA)
-  return params.plan.decode_appends;
-#else
-  return false;
-#endif
-}
+bool AttentionAppends(const PagedAttentionParams& params) { return params.plan.decode_appends; }
 
 KernelDesc DecodeDesc(const PagedAttentionParams& params, std::string_view family) {
   const KvCache& cache = params.cache;
@@ -218,12 +212,10 @@ KernelDesc DecodeDesc(const PagedAttentionParams& params, std::string_view famil
 
 ffi::Error LaunchPaged(Context context, const PagedAttentionParams& params, std::string_view family) {
   KernelDesc desc = DecodeDesc(params, family);
-#if defined(TURBOATTN_CUDA)
   if (params.plan.runs_decode) {
     const ffi::Error decoded = Launch(context, desc, params);
     if (decoded.failure() || !params.plan.runs_prefill) return decoded;
   }
-#endif
   desc.phase = Phase::kPrefill;
   return Launch(context, desc, params);
 }

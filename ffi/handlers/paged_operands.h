@@ -53,7 +53,7 @@ void CheckSchedule(Operands& operands);
 PagedAttentionParams ReadPagedAttention(Operands& operands, const KvCache& cache, const Sequences& seqs,
                                         const ScoreParams& score, const std::string& query_rows);
 
-// On CUDA: which kernels run.
+// Which kernels run. On the CPU, which has none for decode alone: prefill's.
 PagedPlan PlanCall(const PagedAttentionParams& params);
 
 // That, and their workspace, the call's last result.
@@ -65,7 +65,7 @@ bool AttentionAppends(const PagedAttentionParams& params);
 // What a call asks of the decode phase. family: see LinearAttributes.
 KernelDesc DecodeDesc(const PagedAttentionParams& params, std::string_view family);
 
-// One kernel on the CPU; on CUDA those of params.plan. family: see LinearAttributes.
+// The kernels of params.plan. family: see LinearAttributes.
 ffi::Error LaunchPaged(Context context, const PagedAttentionParams& params, std::string_view family);
 
 // Refuses operands that no kernel of this module takes.

@@ -22,7 +22,6 @@ std::vector<Kernel> Table() {
   std::vector<Kernel> kernels;
   Add(kernels, Phase::kAttention, &cpu::LinearAttention, false);
   Add(kernels, Phase::kPrefill, &cpu::PagedAttention, true);
-  Add(kernels, Phase::kDecode, &cpu::PagedAttention, true);
   Add(kernels, Phase::kAppend, &cpu::Append, true);
   Add(kernels, Phase::kGather, &cpu::Gather, true);
   kernels.push_back({KernelDesc{Phase::kCopyPages, "cpu", std::nullopt, std::nullopt}, &cpu::CopyPages});
