@@ -28,11 +28,11 @@ constexpr int kCluster = 2;
 
 // Which tiles a block takes: TileWalkSm90.
 struct ScheduleSm90 {
-  int cluster = 1;        // or kCluster: blocks that take tiles next to each other and copy their keys together
-  int64_t workers = 0;    // clusters of the grid
-  int64_t items = 0;      // what they share out: units of a tile for each block, or pairs of units
-  int64_t section = 1;    // uniform calls: (sequence, kv head) pairs that are taken together
-  bool in_pairs = false;  // uniform calls: an item is a long unit and the short one that makes up for it
+  int cluster = 1;      // or kCluster: blocks that take tiles next to each other and copy their keys together
+  int64_t workers = 0;  // clusters of the grid
+  int64_t items = 0;    // what they share out: units of a tile for each block, or pairs of units; packed calls: at most
+  int64_t section = 1;  // uniform calls: (sequence, kv head) pairs that are taken together
+  bool in_pairs = false;  // an item is a long unit and the short one of its sequence that makes up for it
   int64_t parts = 0;      // of tiles that the workspace holds; 0: keys stay whole
   int sms = 0;            // that work on parts
 };
