@@ -63,6 +63,13 @@ __device__ int64_t CountUnits(const Params& params, int64_t b, int cluster) {
   return cluster == 1 ? (rows + kRows - 1) / kRows : (rows + kCluster * kRows - 1) / (kCluster * kRows);
 }
 
+// Keys that end with a sequence's last token, of a packed call.
+__device__ inline int64_t LengthOf(const PagedAttentionParams& params, int64_t b) { return params.seqs.kv_lens[b]; }
+__device__ inline int64_t LengthOf(const LinearAttentionParams& params, int64_t b) {
+  const TokenRange range = ClampRange(params.kv_ranges, b, params.num_keys);
+  return range.hi - range.lo;
+}
+
 // Whether the keys of tiles are cut in parts. By one warp.
 template <class Traits>
 __device__ SplitSm90 ChooseSplits(const LinearAttentionParams&, const ScheduleSm90& schedule) {
@@ -101,7 +108,9 @@ __device__ SplitSm90 ChooseSplits(const PagedAttentionParams& params, const Sche
 // section the tiles in descending order over all its pairs. That is longest first for causal calls, so that blocks end
 // together, and blocks that run side by side read the same keys. Elsewhere: by sequence and kv head, in descending
 // order. A worker takes item after item, as many apart as there are workers; in pairs, the tile from the end first,
-// then its mirror image: all pairs of a sequence are the same work.
+// then its mirror image: all pairs of a sequence are the same work. In packed calls only of sequences whose first tile
+// sees less than half of what the last sees: others' tiles are nearly alike, and one at a time they are shared out more
+// evenly.
 //
 // Where keys are cut in parts, an item is a part of a tile, and as many blocks as there are SMs share them out. All
 // tiles have been counted: ranges that overlap make no more.
@@ -124,12 +133,15 @@ struct TileWalkSm90 {
     const int64_t batch = BatchOf(params), kv_heads = KvHeadsOf(params);
     const int cluster = schedule.cluster;
     const auto units_of = [&](int64_t b) { return CountUnits<kRows>(params, b, cluster); };
-    const auto levels_of = [&](int64_t tiles) { return schedule.in_pairs ? (tiles + 1) / 2 : tiles; };
+    const auto pairs_of = [&](int64_t b) {
+      return schedule.in_pairs && (uniform > 0 || 2 * WrittenTokens(params, b) > LengthOf(params, b));
+    };
+    const auto levels_of = [&](int64_t tiles, bool in_pairs) { return in_pairs ? (tiles + 1) / 2 : tiles; };
     int64_t b, index, head, length, part = kWholeTile;
-    // The tile of an item of a sequence and head, of which there are `levels`; then on to the next.
-    const auto take = [&](int64_t tiles, int64_t level) {
+    // The tile of a sequence and head that an item of theirs names; then on to the next.
+    const auto take = [&](int64_t tiles, bool in_pairs, int64_t level) {
       index = mirrored ? level : tiles - 1 - level;
-      mirrored = schedule.in_pairs && !mirrored && level != tiles - 1 - level;
+      mirrored = in_pairs && !mirrored && level != tiles - 1 - level;
       if (!mirrored) item += schedule.workers;
     };
     bool none;
@@ -148,24 +160,27 @@ struct TileWalkSm90 {
     } else if (uniform > 0) {
       none = item >= split.items;
       if (!none) {
-        const int64_t tiles = Divide(params.max_tiles, batch), levels = levels_of(tiles);
+        const int64_t tiles = Divide(params.max_tiles, batch), levels = levels_of(tiles, schedule.in_pairs);
         const int64_t section = Divide(item, schedule.section * levels), first = section * schedule.section;
         const int64_t rest = item - first * levels, width = min(schedule.section, batch * kv_heads - first);
         const int64_t level = Divide(rest, width), pair = first + rest - level * width;
         b = Divide(pair, kv_heads);
         head = pair - b * kv_heads;
         length = uniform;
-        take(tiles, level);
+        take(tiles, schedule.in_pairs, level);
       }
     } else {
-      if (!mirrored) found = FindTileByWarp(batch, item, [&](int64_t b) { return levels_of(units_of(b)) * kv_heads; });
+      if (!mirrored) {
+        found = FindTileByWarp(batch, item, [&](int64_t b) { return levels_of(units_of(b), pairs_of(b)) * kv_heads; });
+      }
       none = found.b >= batch;
       if (!none) {
         b = found.b;
         length = WrittenTokens(params, b);
-        const int64_t tiles = units_of(b), levels = levels_of(tiles);
+        const bool in_pairs = pairs_of(b);
+        const int64_t tiles = units_of(b), levels = levels_of(tiles, in_pairs);
         head = Divide(found.index, levels);
-        take(tiles, found.index - head * levels);
+        take(tiles, in_pairs, found.index - head * levels);
       }
     }
     if (none) {

@@ -135,8 +135,8 @@ ScheduleSm90 MakeSchedule(const Params& params, int cluster, bool in_pairs, int6
 }
 
 // Blocks that stay, so that what a block does before and after its products is done beside those of the tile before or
-// after: 2 to 5 % of chunked calls. Causal calls take a long and a short tile of a sequence in turn, so that all items
-// of a sequence are the same work. Where that is few for each, and where keys are cut in parts, a block a tile: the
+// after: 2 to 5 % of chunked calls. Causal calls take a long and a short tile of a sequence in turn, so that its items
+// are the same work. Where that is few for each, and where keys are cut in parts, a block a tile: the
 // hardware then evens their lengths out.
 template <class Traits, class Params>
 ScheduleSm90 ChooseSchedule(const Params& params, int sms) {
