@@ -63,6 +63,13 @@ __device__ int64_t CountUnits(const Params& params, int64_t b, int cluster) {
   return cluster == 1 ? (rows + kRows - 1) / kRows : (rows + kCluster * kRows - 1) / (kCluster * kRows);
 }
 
+// Keys that end with a sequence's last token, of a packed call.
+__device__ inline int64_t LengthOf(const PagedAttentionParams& params, int64_t b) { return params.seqs.kv_lens[b]; }
+__device__ inline int64_t LengthOf(const LinearAttentionParams& params, int64_t b) {
+  const TokenRange range = ClampRange(params.kv_ranges, b, params.num_keys);
+  return range.hi - range.lo;
+}
+
 // Whether the keys of tiles are cut in parts. By one warp.
 template <class Traits>
 __device__ SplitSm90 ChooseSplits(const LinearAttentionParams&, const ScheduleSm90& schedule) {
@@ -99,9 +106,11 @@ __device__ SplitSm90 ChooseSplits(const PagedAttentionParams& params, const Sche
 //
 // Where every sequence has the same number of rows: sections of (sequence, kv head) pairs one after the other, in a
 // section the tiles in descending order over all its pairs. That is longest first for causal calls, so that blocks end
-// together, and blocks that run side by side read the same keys. Elsewhere: by kv head and sequence, in descending
+// together, and blocks that run side by side read the same keys. Elsewhere: by sequence and kv head, in descending
 // order. A worker takes item after item, as many apart as there are workers; in pairs, the tile from the end first,
-// then its mirror image.
+// then its mirror image: all pairs of a sequence are the same work. In packed calls only of sequences whose first tile
+// sees less than half of what the last sees: others' tiles are nearly alike, and one at a time they are shared out more
+// evenly.
 //
 // Where keys are cut in parts, an item is a part of a tile, and as many blocks as there are SMs share them out. All
 // tiles have been counted: ranges that overlap make no more.
@@ -110,20 +119,11 @@ struct TileWalkSm90 {
   static constexpr int kRows = Traits::kRows;
   const ArgumentsSm90<Params>& args;
   int64_t item = blockIdx.x / args.schedule.cluster;  // the next
-  int64_t round = 0;                                  // packed calls: of items, one for each worker
+  FoundTile found = {};                               // packed calls: of the item, its sequence and its number there
   bool mirrored = false;                              // in pairs: the item's second tile is the next
-  int64_t extra = 0;  // tiles past those of the schedule: ranges that overlap make more. See PrefillSm80
   const SplitSm90& split;
 
   __device__ TileWalkSm90(const ArgumentsSm90<Params>& args, const SplitSm90& split) : args(args), split(split) {}
-
-  // To the item of the next round. Rounds go there and back: who had a longer tile of a sequence than others gets a
-  // shorter one.
-  __device__ void TurnBack() {
-    const int64_t workers = args.schedule.workers, worker = blockIdx.x / args.schedule.cluster;
-    ++round;
-    item = round * workers + (round % 2 == 0 ? worker : workers - 1 - worker);
-  }
 
   // The next tile, or one without rows when there is none left.
   __device__ void Next(TileSm90<Traits>* tile) {
@@ -133,46 +133,59 @@ struct TileWalkSm90 {
     const int64_t batch = BatchOf(params), kv_heads = KvHeadsOf(params);
     const int cluster = schedule.cluster;
     const auto units_of = [&](int64_t b) { return CountUnits<kRows>(params, b, cluster); };
+    const auto pairs_of = [&](int64_t b) {
+      return schedule.in_pairs && (uniform > 0 || 2 * WrittenTokens(params, b) > LengthOf(params, b));
+    };
+    const auto levels_of = [&](int64_t tiles, bool in_pairs) { return in_pairs ? (tiles + 1) / 2 : tiles; };
     int64_t b, index, head, length, part = kWholeTile;
-    for (;;) {
-      if (item >= split.items || batch == 0) {
-        if (threadIdx.x % kWarp == 0) tile->last = true;
-        return;
-      }
-      if (split.splits > 1) {
+    // The tile of a sequence and head that an item of theirs names; then on to the next.
+    const auto take = [&](int64_t tiles, bool in_pairs, int64_t level) {
+      index = mirrored ? level : tiles - 1 - level;
+      mirrored = in_pairs && !mirrored && level != tiles - 1 - level;
+      if (!mirrored) item += schedule.workers;
+    };
+    bool none;
+    if (split.splits > 1) {
+      none = item >= split.items;
+      if (!none) {
         part = item;
         item += schedule.sms;
         const int64_t number = Divide(part, split.splits);
         head = Divide(number, split.head_tiles);
-        const FoundTile found = FindTileByWarp(batch, number - head * split.head_tiles, units_of);
+        found = FindTileByWarp(batch, number - head * split.head_tiles, units_of);
         b = found.b;
         length = WrittenTokens(params, b);
         index = units_of(b) - 1 - found.index;
-        break;
       }
-      if (uniform > 0) {
-        const int64_t tiles = Divide(params.max_tiles, batch), levels = schedule.in_pairs ? (tiles + 1) / 2 : tiles;
+    } else if (uniform > 0) {
+      none = item >= split.items;
+      if (!none) {
+        const int64_t tiles = Divide(params.max_tiles, batch), levels = levels_of(tiles, schedule.in_pairs);
         const int64_t section = Divide(item, schedule.section * levels), first = section * schedule.section;
         const int64_t rest = item - first * levels, width = min(schedule.section, batch * kv_heads - first);
         const int64_t level = Divide(rest, width), pair = first + rest - level * width;
         b = Divide(pair, kv_heads);
         head = pair - b * kv_heads;
-        index = mirrored ? level : tiles - 1 - level;
         length = uniform;
-        mirrored = schedule.in_pairs && !mirrored && level != tiles - 1 - level;
-        if (!mirrored) item += schedule.workers;
-        break;
+        take(tiles, schedule.in_pairs, level);
       }
-      head = Divide(item, params.max_tiles);
-      const int64_t number = item - head * params.max_tiles + extra;
-      const FoundTile found = FindTileByWarp(batch, number, units_of);
-      extra = found.b < batch && (item + 1) % params.max_tiles == 0 ? extra + 1 : 0;
-      if (extra == 0) TurnBack();
-      if (found.b >= batch) continue;
-      b = found.b;
-      length = WrittenTokens(params, b);
-      index = units_of(b) - 1 - found.index;
-      break;
+    } else {
+      if (!mirrored) {
+        found = FindTileByWarp(batch, item, [&](int64_t b) { return levels_of(units_of(b), pairs_of(b)) * kv_heads; });
+      }
+      none = found.b >= batch;
+      if (!none) {
+        b = found.b;
+        length = WrittenTokens(params, b);
+        const bool in_pairs = pairs_of(b);
+        const int64_t tiles = units_of(b), levels = levels_of(tiles, in_pairs);
+        head = Divide(found.index, levels);
+        take(tiles, in_pairs, found.index - head * levels);
+      }
+    }
+    if (none) {
+      if (threadIdx.x % kWarp == 0) tile->last = true;
+      return;
     }
     if (threadIdx.x % kWarp == 0) {
       const SequenceView view = ViewSequence(params, b);

@@ -120,14 +120,14 @@ int ChooseCluster(const Params& params) {
   return (room - tiles) * 10 < tiles ? kCluster : 1;
 }
 
-// in_pairs: for uniform calls.
 template <class Traits, class Params>
 ScheduleSm90 MakeSchedule(const Params& params, int cluster, bool in_pairs, int64_t workers) {
   ScheduleSm90 schedule;
   schedule.cluster = cluster;
   const int64_t heads = KvHeadsOf(params), units = MaxUnits<Traits>(params, cluster), batch = BatchOf(params);
   schedule.in_pairs = in_pairs;
-  schedule.items = in_pairs ? (units / batch + 1) / 2 * batch * heads : units * heads;
+  // Packed calls have no more; the device knows how many.
+  schedule.items = in_pairs && UniformQueryLength(params) > 0 ? (units / batch + 1) / 2 * batch * heads : units * heads;
   schedule.workers = std::min(workers, schedule.items);
   const int64_t head_bytes = std::max<int64_t>(MaxKeysOf(params), 1) * (Traits::kDim + Traits::kValueDim) * 2;
   schedule.section = std::max<int64_t>(kSectionBytes / head_bytes, 1);
@@ -135,9 +135,9 @@ ScheduleSm90 MakeSchedule(const Params& params, int cluster, bool in_pairs, int6
 }
 
 // Blocks that stay, so that what a block does before and after its products is done beside those of the tile before or
-// after: 2 to 5 % of chunked calls. Uniform causal calls take a long and a short tile in turn; packed ones, whose
-// lengths only the device knows, go through their tiles there and back. Where that is few for each, and where keys are
-// cut in parts, a block a tile: the hardware then evens their lengths out.
+// after: 2 to 5 % of chunked calls. Causal calls take a long and a short tile of a sequence in turn, so that its items
+// are the same work. Where that is few for each, and where keys are cut in parts, a block a tile: the
+// hardware then evens their lengths out.
 template <class Traits, class Params>
 ScheduleSm90 ChooseSchedule(const Params& params, int sms) {
   const int64_t parts = MaxPartsOf(params);
@@ -150,7 +150,7 @@ ScheduleSm90 ChooseSchedule(const Params& params, int sms) {
     const ScheduleSm90 schedule = MakeSchedule<Traits>(params, cluster, params.score.is_causal, workers);
     if (!schedule.in_pairs || schedule.items >= kItemsOfWorker * workers) return schedule;
   } else if (parts == 0 && full >= kItemsOfWorker * sms) {
-    return MakeSchedule<Traits>(params, cluster, false, workers);
+    return MakeSchedule<Traits>(params, cluster, params.score.is_causal, workers);
   }
   // Blocks for the full ones, which look for the others too.
   ScheduleSm90 schedule = MakeSchedule<Traits>(params, cluster, false, uniform ? INT64_MAX : (full + sms) / cluster);
