@@ -8,6 +8,7 @@
 //     rows are 1024 bytes apart.
 //   MN-major (the product runs over rows): a step of 16 rows is 2048 bytes further on; groups of 8 rows are 1024 bytes
 //     apart and panels a whole panel.
+// Or panels of 8 rows each follow one another before the next 8 rows: groups are then as many times 1024 bytes apart.
 //
 // Fragments of a 64 x N accumulator, by warp w of the warpgroup and lane (g = lane / 4, c = lane % 4): d[n][2 h + e] is
 // row 16 w + 8 h + g, column 8 n + 2 c + e. A 16-bit A operand from registers has the layout of mma.m16n8k16.
@@ -235,11 +236,11 @@ __device__ __forceinline__ void HoldRegisters(uint32_t (&a)[kTiles][4]) {
   }
 }
 
-// Descriptor of a swizzled tile at `address`: panels `panel_bytes` apart (MN-major only).
-__device__ __forceinline__ uint64_t TileDescriptor(uint32_t address, int panel_bytes) {
-  constexpr uint64_t kSwizzle128 = 1, kGroupBytes = 1024;
-  return kSwizzle128 << 62 | (kGroupBytes >> 4) << 32 | static_cast<uint64_t>(panel_bytes >> 4) << 16 |
-         (address & 0x3ffffu) >> 4;
+// Descriptor of a swizzled tile at `address`: panels `panel_bytes` apart (MN-major only), groups of 8 rows `group_bytes`.
+__device__ __forceinline__ uint64_t TileDescriptor(uint32_t address, int panel_bytes, int group_bytes) {
+  constexpr uint64_t kSwizzle128 = 1;
+  return kSwizzle128 << 62 | static_cast<uint64_t>(group_bytes >> 4) << 32 |
+         static_cast<uint64_t>(panel_bytes >> 4) << 16 | (address & 0x3ffffu) >> 4;
 }
 // The same tile `bytes` further on.
 __device__ __forceinline__ uint64_t MoveDescriptor(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }

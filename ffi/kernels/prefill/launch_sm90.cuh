@@ -82,7 +82,14 @@ cudaError_t EncodeKeys(const PagedAttentionParams& params, const void* array, in
   int box = 8;  // the largest power of two that divides both
   while (box < cache.page_size && share % (2 * box) == 0) box *= 2;
   *box_keys = box;
-  return EncodeTensorMap(map, Traits::kKvDType, array != nullptr ? array : params.query,
+  const void* const address = array != nullptr ? array : params.query;
+  if constexpr (!Traits::kQuantised) {  // KeyTileSm90::kByGroups
+    const int64_t rows = cache.num_layers * cache.num_pages * cache.num_kv_heads * cache.page_size;
+    const int panels = static_cast<int>(dim / 64);
+    return EncodeTensorMap(map, Traits::kKvDType, address, {64, 8, panels, rows / 8}, {bytes, 128, 8 * bytes},
+                           {64, 8, panels, box / 8});
+  }
+  return EncodeTensorMap(map, Traits::kKvDType, address,
                          {elements, cache.page_size, cache.num_kv_heads, cache.num_layers * cache.num_pages},
                          {bytes, cache.page_size * bytes, cache.num_kv_heads * cache.page_size * bytes},
                          {Traits::kQuantised ? Traits::kStoredBytes : 64, box, 1, 1});
@@ -216,10 +223,11 @@ cudaError_t LaunchSm90(const Params& params, cudaStream_t stream) {
   return LaunchScheduled<Traits>(params, ChooseSchedule<Traits>(params, sms), stream);
 }
 
-// Pages, or rows of plain arrays: coordinates of tensor copies have 32 bits.
+// Groups of 8 rows of a cache, or rows of plain arrays: coordinates of tensor copies have 32 bits.
 inline int64_t RowsToCopy(const LinearAttentionParams& params) { return params.num_keys; }
 inline int64_t RowsToCopy(const PagedAttentionParams& params) {
-  return params.cache.num_layers * params.cache.num_pages;
+  const KvCache& cache = params.cache;
+  return cache.num_layers * cache.num_pages * cache.num_kv_heads * (cache.page_size / 8);
 }
 
 // Everything on the card that the family is compiled for.

@@ -40,7 +40,7 @@ struct ScheduleSm90 {
 template <class Params>
 struct ArgumentsSm90 {
   CUtensorMap query;  // [tokens, K, G, D], boxes of a tile's rows; used when query_by_copy
-  CUtensorMap key;    // plain arrays: [B, S, K, D], boxes of a tile. Pages: [L * N, K, P, D], boxes of box_keys
+  CUtensorMap key;    // plain arrays: [B, S, K, D], boxes of a tile. Pages: see KeyTileSm90, boxes of box_keys
   CUtensorMap value;
   Params params;
   ScheduleSm90 schedule;
@@ -148,6 +148,23 @@ __device__ __forceinline__ int PanelIndex(int row, int column) {
   return column / 64 * (kRows * 64) + row * 64 + ((column % 64 / kChunk) ^ (row & 7)) * kChunk + column % kChunk;
 }
 
+// How a tile of keys or values of `kDim` columns lies in shared memory: panels of 64 columns, of all keys one after the
+// other or of 8 keys at a time. The latter is what one copy makes of some keys of a page, however many panels they have,
+// when the pool is seen as [rows / 8, panels, 8, 64]: a copy costs the warp that issues it 100 cycles, and with one for
+// each panel, pages of 16 took longer to ask for than to multiply.
+template <class Traits, class Params, int kDim>
+struct KeyTileSm90 {
+  static constexpr bool kByGroups = std::is_same_v<Params, PagedAttentionParams> && !Traits::kQuantised;
+  static constexpr int kPanels = kDim / 64;
+  static constexpr int kGroupBytes = kByGroups ? kPanels * 1024 : 1024;
+  static constexpr int kPanelBytes = kByGroups ? 1024 : Traits::kKeys * 128;
+  // The key of 16-byte chunk i of a tile.
+  __device__ static int Key(int i) {
+    const int row = i / 8;
+    return kByGroups ? row / (8 * kPanels) * 8 + row % 8 : row % Traits::kKeys;
+  }
+};
+
 // ---- producers: a warp each for keys and values
 
 template <class Traits, class Params>
@@ -174,8 +191,11 @@ struct ProducerSm90 {
   RunRange seen, common;  // of the unit, in this run
   int head = 0;
   int first_row = 0, array = 0;  // plain arrays: where the run's key 0 is
+  int first_group = 0;           // KeyTileSm90::kByGroups: of the head on a page, and groups from page to page
+  int page_groups = 0;
   // Pages: lane i has box i of a block.
   static constexpr int kNoPage = -1;  // as a coordinate: outside the tensor, so that zeros are copied
+  static constexpr int kNoGroups = -kGroups;
   const int lane_key = lane * args.box_keys;
   const int32_t* pages = nullptr;     // ids, of the run
   int first_page = 0, num_pages = 0;  // of the layer; none if it does not exist
@@ -199,6 +219,9 @@ struct ProducerSm90 {
       pages = keys.pages;
       first_page = static_cast<int>(page);
       num_pages = page == kUnmapped ? 0 : static_cast<int>(args.params.cache.num_pages);
+      const int head_groups = static_cast<int>(args.params.cache.page_size) / 8;
+      first_group = head * head_groups;
+      page_groups = static_cast<int>(args.params.cache.num_kv_heads) * head_groups;
       LookUp(first_key);
     } else {
       const LinearAttentionParams& params = args.params;
@@ -288,9 +311,8 @@ struct ProducerSm90 {
     if constexpr (kPaged) {
       __syncwarp();
       if (lane_key >= share_begin && lane_key < share_begin + share) {
-        for (int panel = 0; panel < panels; ++panel) {
-          CopyBox(to + (panel * kKeys + lane_key) * 128, map, landed, panel * 64, first_slot, head, page);
-        }
+        const int group = page == kNoPage ? kNoGroups : page * page_groups + first_group + first_slot / 8;
+        CopyBox(to + lane_key * panels * 128, map, landed, 0, 0, 0, group);
       }
     } else if (lane == 0) {
       for (int panel = 0; panel < panels; ++panel) {
@@ -302,7 +324,8 @@ struct ProducerSm90 {
     if (in_part) {
       WaitBarrier(landed, landed_parities >> slot.index & 1u, kValueLanded);
       landed_parities ^= 1u << slot.index;
-      const bool found = TakeOutNonFinite<E, kKeys, Traits::kValueDim>(shared.value[slot.index], seen, first_key);
+      const bool found = TakeOutNonFinite<E, KeyTileSm90<Traits, Params, Traits::kValueDim>, kKeys * Traits::kValueDim>(
+          shared.value[slot.index], seen, first_key);
       __syncwarp();
       if (lane == 0) {
         if (found) tile.non_finite = 1;
@@ -458,13 +481,14 @@ struct ConsumerSm90 {
   __device__ static int Uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
   __device__ __forceinline__ void IssueScores() {
-    const uint64_t query = TileDescriptor(SharedAddress(shared.query) + warpgroup * (64 * 128), 0);
-    const uint64_t keys = TileDescriptor(SharedAddress(shared.key[Uniform(key_slot.index)]), 0);
+    using Tile = KeyTileSm90<Traits, Params, kDim>;
+    const uint64_t query = TileDescriptor(SharedAddress(shared.query) + warpgroup * (64 * 128), 0, 1024);
+    const uint64_t keys = TileDescriptor(SharedAddress(shared.key[Uniform(key_slot.index)]), 0, Tile::kGroupBytes);
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       const int panel = k / 4, column = k % 4 * 32;
-      const uint64_t some_keys = MoveDescriptor(keys, panel * kKeys * 128 + column);
+      const uint64_t some_keys = MoveDescriptor(keys, panel * Tile::kPanelBytes + column);
       if constexpr (kQuerySteps > 0) {
         if (InRegisters(k)) {
           WgmmaRegistersByRows<E, kKeys>(s, q[QueryStep(k)], some_keys, k > 0);
@@ -477,10 +501,14 @@ struct ConsumerSm90 {
   }
 
   __device__ __forceinline__ void IssueValues() {
-    const uint64_t values = TileDescriptor(SharedAddress(shared.value[Uniform(value_slot.index)]), kKeys * 128);
+    using Tile = KeyTileSm90<Traits, Params, kValueDim>;
+    const uint64_t values = TileDescriptor(SharedAddress(shared.value[Uniform(value_slot.index)]), Tile::kPanelBytes,
+                                           Tile::kGroupBytes);
     WgmmaFence();
 #pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) WgmmaRegisters<E, kValueDim>(o, p[k], MoveDescriptor(values, k * 2048));
+    for (int k = 0; k < kKeys / 16; ++k) {
+      WgmmaRegisters<E, kValueDim>(o, p[k], MoveDescriptor(values, k * 2 * Tile::kGroupBytes));
+    }
     WgmmaCommit();
   }
 

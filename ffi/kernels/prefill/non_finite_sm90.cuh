@@ -25,10 +25,10 @@ __device__ __forceinline__ uint4 FiniteOrZero(uint4 x) {
 }
 
 // From a tile of V, by a warp. Whether some were of keys that some row of the unit sees.
-template <class E, int kKeys, int kDim>
+template <class E, class Tile, int kElements>
 __device__ __forceinline__ bool TakeOutNonFinite(E* tile, RunRange seen, int first_key) {
   uint4* const chunks = reinterpret_cast<uint4*>(tile);
-  constexpr int kChunks = kKeys * kDim / kChunk;
+  constexpr int kChunks = kElements / kChunk;
   const int lane = threadIdx.x % kWarp;
   uint32_t sums[4] = {0, 0, 0, 0};  // of 0 times each
 #pragma unroll 8
@@ -45,7 +45,7 @@ __device__ __forceinline__ bool TakeOutNonFinite(E* tile, RunRange seen, int fir
   for (int i = lane; i < kChunks; i += kWarp) {
     const uint4 x = chunks[i];
     if (!HasNonFinite<E>(x)) continue;
-    found = found || seen.Holds(first_key + i / 8 % kKeys);  // panels follow each other
+    found = found || seen.Holds(first_key + Tile::Key(i));
     chunks[i] = FiniteOrZero<E>(x);
   }
   FenceAsyncProxy();
