@@ -71,7 +71,7 @@ struct ConverterSm90 {
           run_begin = run == 0 ? 0 : tile.blocks.count[0];
           first_key = tile.blocks.FirstKey(block);
           seen = tile.blocks.seen[run];
-          common = tile.unit_common[run];
+          common = tile.blocks.common[run];
         }
         before = last;
         last = {seen.Holds(first_key + row), common.HoldsAll(first_key, kKeys)};

@@ -24,15 +24,14 @@
 
 namespace turboattn::prefill {
 
-constexpr int kCluster = 2;
-
 // Which tiles a block takes: TileWalkSm90.
 struct ScheduleSm90 {
-  int cluster = 1;      // or kCluster: blocks that take tiles next to each other and copy their keys together
-  int64_t workers = 0;  // clusters of the grid
-  int64_t items = 0;    // what they share out: units of a tile for each block, or pairs of units; packed calls: at most
-  int64_t section = 1;  // uniform calls: (sequence, kv head) pairs that are taken together
-  bool in_pairs = false;  // an item may be a long unit and the short one of its sequence that makes up for it
+  int64_t workers = 0;                  // blocks of the grid
+  int64_t items = 0;                    // what they share out: tiles, or pairs of tiles; packed calls: at most
+  int64_t section = 1;                  // uniform calls: (sequence, kv head) pairs that are taken together
+  int64_t paired_heads = 0;             // uniform calls: pairs before the last, whose tiles are taken one by one
+  int64_t single_from = INT64_MAX / 2;  // the round in which these begin
+  bool in_pairs = false;  // an item may be a long tile and the short one of its sequence that makes up for it
   int64_t parts = 0;      // of tiles that the workspace holds; 0: keys stay whole
   int sms = 0;            // that work on parts
 };
@@ -47,10 +46,6 @@ struct ArgumentsSm90 {
   bool query_by_copy = false;  // else the group does not divide the tile, and consumers load its rows
   int box_keys = 0;            // keys a copy
 };
-
-__device__ __forceinline__ int RankInCluster(const ScheduleSm90& schedule) {
-  return blockIdx.x & (schedule.cluster - 1);
-}
 
 // What a block's warp that chooses tiles has found of parts.
 struct SplitSm90 {
@@ -114,16 +109,16 @@ struct SharedSm90 {
   SplitSm90 split;  // of the warp that chooses tiles alone: its registers are few
 
   // By one thread, before anything else.
-  __device__ void InitBarriers(int cluster) {
+  __device__ void InitBarriers() {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers, kConverterWarps = Traits::kQuantised ? 4 : 0;
     constexpr int kFullArrivals = Traits::kQuantised ? kConverterWarps : 1;
     InitBarrier(&query_full, 1);
     InitBarrier(&query_empty, kConsumerWarps);
     for (int i = 0; i < Traits::kStages; ++i) {
       InitBarrier(&key_full[i], kFullArrivals);
-      InitBarrier(&key_empty[i], kConsumerWarps * cluster);
+      InitBarrier(&key_empty[i], kConsumerWarps);
       InitBarrier(&value_full[i], kFullArrivals);
-      InitBarrier(&value_empty[i], kConsumerWarps * cluster);
+      InitBarrier(&value_empty[i], kConsumerWarps);
       InitBarrier(&value_landed[i], 1);
     }
     for (int i = 0; i < kTiles; ++i) {
@@ -149,9 +144,9 @@ __device__ __forceinline__ int PanelIndex(int row, int column) {
 }
 
 // How a tile of keys or values of `kDim` columns lies in shared memory: panels of 64 columns, of all keys one after the
-// other or of 8 keys at a time. The latter is what one copy makes of some keys of a page, however many panels they have,
-// when the pool is seen as [rows / 8, panels, 8, 64]: a copy costs the warp that issues it 100 cycles, and with one for
-// each panel, pages of 16 took longer to ask for than to multiply.
+// other or of 8 keys at a time. The latter is what one copy makes of some keys of a page, however many panels they
+// have, when the pool is seen as [rows / 8, panels, 8, 64]: a copy costs the warp that issues it 100 cycles, and with
+// one for each panel, pages of 16 took longer to ask for than to multiply.
 template <class Traits, class Params, int kDim>
 struct KeyTileSm90 {
   static constexpr bool kByGroups = std::is_same_v<Params, PagedAttentionParams> && !Traits::kQuantised;
@@ -179,8 +174,6 @@ struct ProducerSm90 {
   SharedSm90<Traits>& shared;
   const bool values;
   const int lane = threadIdx.x % kWarp;
-  const int share = args.schedule.cluster == 1 ? kKeys : kKeys / kCluster;  // keys of a tile that this block copies
-  const int share_begin = RankInCluster(args.schedule) * share;
   RingSlot<Traits::kQuantised ? Traits::kCodeStages : kStages> slot{1};
   uint32_t query_parity = 1;
   uint32_t landed_parities = 0;  // bit i: of value_landed[i]
@@ -188,7 +181,7 @@ struct ProducerSm90 {
   // cycles each beside those of the consumers, and a block has 2,700.
   int run_begin = 0;      // number of the run's first block
   int first_key = 0;      // of the block
-  RunRange seen, common;  // of the unit, in this run
+  RunRange seen, common;  // of the tile, in this run
   int head = 0;
   int first_row = 0, array = 0;  // plain arrays: where the run's key 0 is
   int first_group = 0;           // KeyTileSm90::kByGroups: of the head on a page, and groups from page to page
@@ -210,8 +203,8 @@ struct ProducerSm90 {
     const int run = tile.blocks.RunOf(block);
     run_begin = run == 0 ? 0 : tile.blocks.count[0];
     first_key = tile.blocks.FirstKey(block);
-    seen = tile.unit_seen[run];
-    common = tile.unit_common[run];
+    seen = tile.blocks.seen[run];
+    common = tile.blocks.common[run];
     head = static_cast<int>(tile.head);
     if constexpr (kPaged) {
       const PagedKeys keys = KeysOf(args.params, tile.b, tile.head, run);
@@ -277,16 +270,7 @@ struct ProducerSm90 {
     first_key -= kKeys;
   }
 
-  __device__ void CopyBox(uint32_t to, const CUtensorMap* map, uint64_t* full, int c0, int c1, int c2, int c3) const {
-    if (args.schedule.cluster > 1) {
-      CopyBox4ToCluster(to, map, full, c0, c1, c2, c3, (1 << kCluster) - 1);
-    } else {
-      CopyBox4(to, map, full, c0, c1, c2, c3);
-    }
-  }
-
-  // A block's keys or values into the ring. Values that some row may not see are looked at before consumers get them;
-  // whether a block has such, all blocks of a cluster must say alike, since each copies into the others.
+  // A block's keys or values into the ring. Values that some row may not see are looked at before consumers get them.
   __device__ void LoadBlock(TileSm90<Traits>& tile) {
     uint64_t* const full = values ? &shared.value_full[slot.index] : &shared.key_full[slot.index];
     const CUtensorMap* const map = values ? &args.value : &args.key;
@@ -310,14 +294,13 @@ struct ProducerSm90 {
     }
     if constexpr (kPaged) {
       __syncwarp();
-      if (lane_key >= share_begin && lane_key < share_begin + share) {
+      if (lane_key < kKeys) {
         const int group = page == kNoPage ? kNoGroups : page * page_groups + first_group + first_slot / 8;
-        CopyBox(to + lane_key * panels * 128, map, landed, 0, 0, 0, group);
+        CopyBox4(to + lane_key * panels * 128, map, landed, 0, 0, 0, group);
       }
     } else if (lane == 0) {
       for (int panel = 0; panel < panels; ++panel) {
-        CopyBox(to + (panel * kKeys + share_begin) * 128, map, landed, panel * 64, head,
-                first_row + first_key + share_begin, array);
+        CopyBox4(to + panel * kKeys * 128, map, landed, panel * 64, head, first_row + first_key, array);
       }
     }
     __syncwarp();
@@ -354,10 +337,10 @@ struct ProducerSm90 {
 
   // A tile's blocks, from the last to the first; with the keys the query rows.
   __device__ void Load(TileSm90<Traits>& tile) {
-    int block = tile.unit_end - 1;
-    const int end = tile.unit_begin;
+    int block = tile.end - 1;
+    const int end = tile.begin;
     if (block >= end) StartRun(tile, block);
-    if (!values && tile.end > tile.begin) LoadQuery(tile);
+    if (!values && block >= end) LoadQuery(tile);
     const auto next = [&] {
       if (block < run_begin) StartRun(tile, block);
       --block;
@@ -410,8 +393,6 @@ struct ConsumerSm90 {
   const TileRows<Traits::kRows>* rows = nullptr;  // of the tile
   RingSlot<kStages> key_slot{0}, value_slot{0};
   uint32_t query_parity = 0;
-  const int peer_lane;         // that arrives at the barriers of the cluster's other block; kWarp: there is none
-  const uint32_t peer_offset;  // from a shared address here to the other block's
 
   // Rows Row(0) and Row(1) of the tile.
   float o[kValueDim / 8][4];
@@ -434,10 +415,7 @@ struct ConsumerSm90 {
         shared(shared),
         warpgroup(warpgroup),
         turn(kTightEnds ? static_cast<int>(threadIdx.x) / kWarpgroup - 1 : warpgroup),
-        rule(MakeScoreRule(args.params.score)),
-        peer_lane(args.schedule.cluster > 1 ? 1 : kWarp),
-        peer_offset(AddressIn((RankInCluster(args.schedule) ^ 1) % args.schedule.cluster, SharedAddress(&shared)) -
-                    SharedAddress(&shared)) {}
+        rule(MakeScoreRule(args.params.score)) {}
 
   __device__ __forceinline__ int Row(int half) const {
     return 64 * warpgroup + thread / kWarp * 16 + 8 * half + lane / 4;
@@ -502,8 +480,8 @@ struct ConsumerSm90 {
 
   __device__ __forceinline__ void IssueValues() {
     using Tile = KeyTileSm90<Traits, Params, kValueDim>;
-    const uint64_t values = TileDescriptor(SharedAddress(shared.value[Uniform(value_slot.index)]), Tile::kPanelBytes,
-                                           Tile::kGroupBytes);
+    const uint64_t values =
+        TileDescriptor(SharedAddress(shared.value[Uniform(value_slot.index)]), Tile::kPanelBytes, Tile::kGroupBytes);
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
@@ -518,18 +496,13 @@ struct ConsumerSm90 {
   __device__ __forceinline__ void WaitValues() {
     WaitBarrier(&shared.value_full[value_slot.index], value_slot.parity, kValueFull);
   }
-  // Tells the producers of all blocks that copy a share of the tile.
-  __device__ __forceinline__ void Release(uint64_t* empty) const {
-    ArriveByWarp(empty);
-    if (lane == peer_lane) ArriveInCluster(peer_offset + SharedAddress(empty));
-  }
   __device__ __forceinline__ void ReleaseKeys(bool last) {
-    Release(&shared.key_empty[key_slot.index]);
+    ArriveByWarp(&shared.key_empty[key_slot.index]);
     key_slot.Advance();
     if (last && args.query_by_copy) ArriveByWarp(&shared.query_empty);
   }
   __device__ __forceinline__ void ReleaseValues() {
-    Release(&shared.value_empty[value_slot.index]);
+    ArriveByWarp(&shared.value_empty[value_slot.index]);
     value_slot.Advance();
   }
 
@@ -690,17 +663,6 @@ struct ConsumerSm90 {
 
   // ---- a tile
 
-  // Blocks at the end of the unit that this tile does not see.
-  __device__ __forceinline__ void PassOver(int blocks) {
-#pragma unroll 1
-    for (int i = 0; i < blocks; ++i) {
-      WaitKeys();
-      ReleaseKeys(false);
-      WaitValues();
-      ReleaseValues();
-    }
-  }
-
   // Soft cap, scale and ALiBi where asked for, then -Inf where a row does not see a key.
   __device__ __forceinline__ void ModifyAndMask(const TileSm90<Traits>& tile, int block, uint32_t mapped,
                                                 const SeenKeys& seen) {
@@ -798,7 +760,6 @@ struct ConsumerSm90 {
   // tile.rows is filled in. What begins and ends rows is done under products where it can: tiles of 1,024 keys spend a
   // third of their time on it.
   __device__ __forceinline__ void Run(const TileSm90<Traits>& tile) {
-    PassOver(tile.unit_end - tile.end);
     const int begin = tile.begin;
     int block = tile.end - 1;
     if (block < begin) {

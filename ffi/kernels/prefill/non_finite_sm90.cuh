@@ -24,7 +24,7 @@ __device__ __forceinline__ uint4 FiniteOrZero(uint4 x) {
   return {FiniteOrZero<E>(x.x), FiniteOrZero<E>(x.y), FiniteOrZero<E>(x.z), FiniteOrZero<E>(x.w)};
 }
 
-// From a tile of V, by a warp. Whether some were of keys that some row of the unit sees.
+// From a tile of V, by a warp. Whether some were of keys that some row of the tile sees.
 template <class E, class Tile, int kElements>
 __device__ __forceinline__ bool TakeOutNonFinite(E* tile, RunRange seen, int first_key) {
   uint4* const chunks = reinterpret_cast<uint4*>(tile);
@@ -80,7 +80,7 @@ __device__ __forceinline__ void AddNonFinite(const Params& params, const TileSm9
     const KeyBlockView view = ViewBlock(params, tile, block, ~0u);
     // Nothing was taken from blocks that all rows see whole.
     const bool whole = tile.all_mapped && view.key_segments == nullptr &&
-                       tile.unit_common[view.run_index].HoldsAll(view.first_key, kKeys);
+                       tile.blocks.common[view.run_index].HoldsAll(view.first_key, kKeys);
     if (whole) continue;
 #pragma unroll 1
     for (int key = 0; key < kKeys; ++key) {
