@@ -311,6 +311,19 @@ template <class Traits>
 __device__ void StorePart(const LinearAttentionParams&, const TileSm90<Traits>&,
                           const ConsumerSm90<Traits, LinearAttentionParams>&) {}
 
+// Copies the keys, or the values, of the block's tiles.
+template <class Traits, class Params, bool kValues>
+__device__ __forceinline__ void Produce(const ArgumentsSm90<Params>& args, SharedSm90<Traits>& shared) {
+  ProducerSm90<Traits, Params, kValues> producer(args, shared);
+  for (RingSlot<SharedSm90<Traits>::kTiles> slot(0);; slot.Advance()) {
+    WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
+    TileSm90<Traits>& tile = shared.tiles[slot.index];
+    if (tile.last) break;
+    producer.Load(tile);
+    Arrive(&shared.tile_empty[slot.index]);
+  }
+}
+
 // Warpgroup 0: warp 0 copies queries and keys, warp 1 values, warp 2 chooses tiles (by itself: 5,000 cycles a tile that
 // copies would wait for), warp 3 writes down what is known of a tile's rows. The other warpgroups are consumers, but of
 // quantised caches the last, which converts.
@@ -349,15 +362,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
         if (threadIdx.x % kWarp == 0) Arrive(&shared.tile_full[slot.index]);
         if (tile.last) break;
       }
-    } else if (warp < kTileWarp) {
-      ProducerSm90<Traits, Params> producer(args, shared, warp == 1);
-      for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
-        WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
-        TileSm90<Traits>& tile = shared.tiles[slot.index];
-        if (tile.last) break;
-        producer.Load(tile);
-        Arrive(&shared.tile_empty[slot.index]);
-      }
+    } else if (warp == 0) {
+      Produce<Traits, Params, false>(args, shared);
+    } else if (warp == 1) {
+      Produce<Traits, Params, true>(args, shared);
     } else {
       for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
         WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);

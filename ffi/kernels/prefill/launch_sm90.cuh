@@ -160,6 +160,7 @@ cudaError_t LaunchScheduled(const Params& params, const ScheduleSm90& schedule, 
     error = EncodeKeys<Traits>(params, KeyArray(params), Traits::kDim, &args.key, &args.box_keys);
   if (error == cudaSuccess)
     error = EncodeKeys<Traits>(params, ValueArray(params), Traits::kValueDim, &args.value, &args.box_keys);
+  while (PageSizeOf(params) > int64_t{1} << args.page_shift) ++args.page_shift;
   if (error != cudaSuccess) return error;
   if (schedule.workers > INT_MAX) return cudaErrorInvalidConfiguration;
   constexpr int kBytes = sizeof(SharedSm90<Traits>);

@@ -45,6 +45,7 @@ struct ArgumentsSm90 {
   ScheduleSm90 schedule;
   bool query_by_copy = false;  // else the group does not divide the tile, and consumers load its rows
   int box_keys = 0;            // keys a copy
+  int page_shift = 0;          // pages have 1 << page_shift tokens
 };
 
 // What a block's warp that chooses tiles has found of parts.
@@ -162,41 +163,45 @@ struct KeyTileSm90 {
 
 // ---- producers: a warp each for keys and values
 
-template <class Traits, class Params>
+// A bit for each 8 keys of a block.
+template <class Traits>
+constexpr uint32_t kAllMappedSm90 = static_cast<uint32_t>((uint64_t{1} << (Traits::kKeys / 8)) - 1);
+
+// kValues: a warp's code is for one of both alone. A producer's instructions take 13 cycles each beside those of the
+// consumers, whose issue slots they take, and a block has 2,700: what is the same for all blocks of a run is worked out
+// once.
+template <class Traits, class Params, bool kValues>
 struct ProducerSm90 {
   using E = typename Traits::E;
+  using KeyTile = KeyTileSm90<Traits, Params, kValues ? Traits::kValueDim : Traits::kDim>;
   static constexpr int kKeys = Traits::kKeys, kStages = Traits::kStages, kGroups = kKeys / 8;
   static constexpr bool kPaged = std::is_same_v<Params, PagedAttentionParams>;
-  static constexpr uint32_t kAllMapped = static_cast<uint32_t>((uint64_t{1} << kGroups) - 1);
+  static constexpr uint32_t kAllMapped = kAllMappedSm90<Traits>;
   static_assert(kGroups <= kWarp, "a lane a group");
 
   const ArgumentsSm90<Params>& args;
   SharedSm90<Traits>& shared;
-  const bool values;
   const int lane = threadIdx.x % kWarp;
   RingSlot<Traits::kQuantised ? Traits::kCodeStages : kStages> slot{1};
   uint32_t query_parity = 1;
   uint32_t landed_parities = 0;  // bit i: of value_landed[i]
-  // The next block. What is the same for all blocks of a run is worked out once: a producer's instructions take 13
-  // cycles each beside those of the consumers, and a block has 2,700.
+  // The next block.
   int run_begin = 0;      // number of the run's first block
   int first_key = 0;      // of the block
   RunRange seen, common;  // of the tile, in this run
   int head = 0;
   int first_row = 0, array = 0;  // plain arrays: where the run's key 0 is
-  int first_group = 0;           // KeyTileSm90::kByGroups: of the head on a page, and groups from page to page
-  int page_groups = 0;
   // Pages: lane i has box i of a block.
-  static constexpr int kNoPage = -1;  // as a coordinate: outside the tensor, so that zeros are copied
-  static constexpr int kNoGroups = -kGroups;
+  static constexpr int kNoPage = -1;          // as a coordinate: outside the tensor, so that zeros are copied
+  static constexpr int kNoGroups = -kGroups;  // the same
   const int lane_key = lane * args.box_keys;
-  const int32_t* pages = nullptr;     // ids, of the run
-  int first_page = 0, num_pages = 0;  // of the layer; none if it does not exist
-  int32_t next_entry = 0;             // the page's id, read a block ahead
-  bool next_present = false;          // a row sees a key of the box
+  const bool has_box = lane_key < kKeys;
+  const int32_t* pages = nullptr;        // ids, of the run
+  int first_page = 0, num_pages = 0;     // of the layer; none if it does not exist
+  int first_group = 0, page_groups = 0;  // KeyTile::kByGroups: of the head on that page, and from page to page
+  int32_t next_entry = 0;                // the box's page id, read a block ahead; -1: no row sees a key of it
 
-  __device__ ProducerSm90(const ArgumentsSm90<Params>& args, SharedSm90<Traits>& shared, bool values)
-      : args(args), shared(shared), values(values) {}
+  __device__ ProducerSm90(const ArgumentsSm90<Params>& args, SharedSm90<Traits>& shared) : args(args), shared(shared) {}
 
   // `block` is the last of its run.
   __device__ void StartRun(const TileSm90<Traits>& tile, int block) {
@@ -207,15 +212,18 @@ struct ProducerSm90 {
     common = tile.blocks.common[run];
     head = static_cast<int>(tile.head);
     if constexpr (kPaged) {
+      const KvCache& cache = args.params.cache;
       const PagedKeys keys = KeysOf(args.params, tile.b, tile.head, run);
-      const int64_t page = PageOf(args.params.cache, keys.layer, 0);
       pages = keys.pages;
-      first_page = static_cast<int>(page);
-      num_pages = page == kUnmapped ? 0 : static_cast<int>(args.params.cache.num_pages);
-      const int head_groups = static_cast<int>(args.params.cache.page_size) / 8;
-      first_group = head * head_groups;
-      page_groups = static_cast<int>(args.params.cache.num_kv_heads) * head_groups;
       LookUp(first_key);
+      const int64_t page = PageOf(cache, keys.layer, 0);
+      first_page = static_cast<int>(page);
+      num_pages = page == kUnmapped ? 0 : static_cast<int>(cache.num_pages);
+      if constexpr (KeyTile::kByGroups) {
+        const int head_groups = static_cast<int>(cache.page_size) / 8;
+        page_groups = static_cast<int>(cache.num_kv_heads) * head_groups;
+        first_group = first_page * page_groups + head * head_groups;
+      }
     } else {
       const LinearAttentionParams& params = args.params;
       first_row = params.ragged ? static_cast<int>(ClampRange(params.kv_ranges, tile.b, params.num_keys).lo) : 0;
@@ -225,30 +233,26 @@ struct ProducerSm90 {
 
   __device__ void LookUp(int block_key) {
     const int key = block_key + lane_key;
-    next_present = lane_key < kKeys && seen.Meets(key, args.box_keys);
-    if (next_present) next_entry = pages[key >> (__ffs(static_cast<int>(args.params.cache.page_size)) - 1)];
+    next_entry = -1;
+    if (has_box && seen.Meets(key, args.box_keys)) next_entry = pages[key >> args.page_shift];
   }
-  // Of this lane's box: its page, and its first slot there.
-  __device__ int NextPage() {
-    const bool mapped = next_present && static_cast<uint32_t>(next_entry) < static_cast<uint32_t>(num_pages);
-    const int page = mapped ? first_page + next_entry : kNoPage;
-    LookUp(first_key - kKeys);
-    return page;
-  }
-  __device__ int FirstSlot() const {
-    return (first_key + lane_key) & (static_cast<int>(args.params.cache.page_size) - 1);
-  }
+  __device__ bool IsMapped() const { return static_cast<uint32_t>(next_entry) < static_cast<uint32_t>(num_pages); }
+  __device__ int FirstSlot() const { return (first_key + lane_key) & ((1 << args.page_shift) - 1); }
   // Bit g: the block's g-th 8 keys lie on a mapped page.
-  __device__ uint32_t MappedGroups(int page) const {
-    const int group_page = __shfl_sync(~0u, page, (lane * 8) >> (__ffs(args.box_keys) - 1));
-    return __ballot_sync(~0u, lane < kGroups && group_page != kNoPage);
+  __device__ uint32_t MappedGroups(bool mapped) const {
+    const uint32_t boxes = __ballot_sync(~0u, mapped || !has_box);
+    if (boxes == ~0u) return kAllMapped;
+    const int box = lane * 8 >> (__ffs(args.box_keys) - 1);
+    return __ballot_sync(~0u, lane < kGroups && (boxes >> box & 1u) != 0);
   }
 
   // A block's codes of keys or values into their ring.
   __device__ void LoadCodes() {
     const KvCache& cache = args.params.cache;
-    const int box = args.box_keys, first_slot = FirstSlot(), page = NextPage();
-    const uint32_t mapped = MappedGroups(page);
+    const bool is_mapped = IsMapped();
+    const int box = args.box_keys, first_slot = FirstSlot(), page = is_mapped ? first_page + next_entry : kNoPage;
+    LookUp(first_key - kKeys);
+    const uint32_t mapped = MappedGroups(is_mapped);
     uint64_t* const full = &shared.codes.full[slot.index];
     WaitBarrier(&shared.codes.empty[slot.index], slot.parity, kCodesEmpty);
     if (lane == 0) {
@@ -257,11 +261,11 @@ struct ProducerSm90 {
       ArriveExpecting(full, kKeys * Traits::kStoredBytes + __popc(mapped) * kParamBytes);
     }
     __syncwarp();
-    if (lane_key < kKeys) {
+    if (has_box) {
       CopyBox4(SharedAddress(shared.codes.tile[slot.index]) + lane_key * Traits::kStoredBytes,
-               values ? &args.value : &args.key, full, 0, first_slot, head, page);
-      if (kHasRowParams<Traits::kKvDType> && page != kNoPage) {
-        const char* params = static_cast<const char*>(values ? cache.value_params : cache.key_params);
+               kValues ? &args.value : &args.key, full, 0, first_slot, head, page);
+      if (kHasRowParams<Traits::kKvDType> && is_mapped) {
+        const char* params = static_cast<const char*>(kValues ? cache.value_params : cache.key_params);
         CopyBytes(SharedAddress(&shared.codes.row_params[slot.index][lane_key]),
                   params + CacheRow(cache, page, head, first_slot) * 4, box * 4, full);
       }
@@ -272,49 +276,49 @@ struct ProducerSm90 {
 
   // A block's keys or values into the ring. Values that some row may not see are looked at before consumers get them.
   __device__ void LoadBlock(TileSm90<Traits>& tile) {
-    uint64_t* const full = values ? &shared.value_full[slot.index] : &shared.key_full[slot.index];
-    const CUtensorMap* const map = values ? &args.value : &args.key;
-    const uint32_t to = SharedAddress(values ? shared.value[slot.index] : shared.key[slot.index]);
-    const int panels = values ? Traits::kValuePanels : Traits::kPanels, bytes = panels * kKeys * 128;
-    int page = kNoPage, first_slot = 0;
+    uint64_t* const full = kValues ? &shared.value_full[slot.index] : &shared.key_full[slot.index];
+    const CUtensorMap* const map = kValues ? &args.value : &args.key;
+    const uint32_t to = SharedAddress(kValues ? shared.value[slot.index] : shared.key[slot.index]);
+    constexpr int kBytes = KeyTile::kPanels * kKeys * 128;
+    int group = kNoGroups;
     uint32_t mapped = kAllMapped;
     if constexpr (kPaged) {
-      first_slot = FirstSlot();
-      page = NextPage();
-      mapped = MappedGroups(page);
+      const bool is_mapped = IsMapped();
+      if (is_mapped) group = first_group + next_entry * page_groups + (FirstSlot() >> 3);
+      LookUp(first_key - kKeys);
+      mapped = MappedGroups(is_mapped);
     }
-    const bool in_part = values && (mapped != kAllMapped || !common.HoldsAll(first_key, kKeys) ||
-                                    SegmentsOfKeys(args.params, 0) != nullptr);
+    const bool in_part = kValues && (mapped != kAllMapped || !common.HoldsAll(first_key, kKeys) ||
+                                     SegmentsOfKeys(args.params, 0) != nullptr);
     uint64_t* const landed = in_part ? &shared.value_landed[slot.index] : full;
-    WaitBarrier(values ? &shared.value_empty[slot.index] : &shared.key_empty[slot.index], slot.parity,
-                values ? kValueEmpty : kKeyEmpty);
+    WaitBarrier(kValues ? &shared.value_empty[slot.index] : &shared.key_empty[slot.index], slot.parity,
+                kValues ? kValueEmpty : kKeyEmpty);
     if (lane == 0) {
-      if (kPaged && !values) shared.mapped[slot.index] = mapped;
-      ArriveExpecting(landed, bytes);
+      if (kPaged && !kValues) shared.mapped[slot.index] = mapped;
+      ArriveExpecting(landed, kBytes);
     }
     if constexpr (kPaged) {
       __syncwarp();
-      if (lane_key < kKeys) {
-        const int group = page == kNoPage ? kNoGroups : page * page_groups + first_group + first_slot / 8;
-        CopyBox4(to + lane_key * panels * 128, map, landed, 0, 0, 0, group);
-      }
+      if (has_box) CopyBox4(to + lane_key * (KeyTile::kPanels * 128), map, landed, 0, 0, 0, group);
     } else if (lane == 0) {
-      for (int panel = 0; panel < panels; ++panel) {
-        CopyBox4(to + panel * kKeys * 128, map, landed, panel * 64, head, first_row + first_key, array);
+      for (int panel = 0; panel < KeyTile::kPanels; ++panel) {
+        CopyBox4(to + panel * KeyTile::kPanelBytes, map, landed, panel * 64, head, first_row + first_key, array);
       }
     }
     __syncwarp();
-    if (in_part) {
-      WaitBarrier(landed, landed_parities >> slot.index & 1u, kValueLanded);
-      landed_parities ^= 1u << slot.index;
-      const bool found = TakeOutNonFinite<E, KeyTileSm90<Traits, Params, Traits::kValueDim>, kKeys * Traits::kValueDim>(
-          shared.value[slot.index], seen, first_key);
-      __syncwarp();
-      if (lane == 0) {
-        if (found) tile.non_finite = 1;
-        Arrive(full);
+    if constexpr (kValues) {
+      if (in_part) {
+        WaitBarrier(landed, landed_parities >> slot.index & 1u, kValueLanded);
+        landed_parities ^= 1u << slot.index;
+        const bool found =
+            TakeOutNonFinite<E, KeyTile, kKeys * Traits::kValueDim>(shared.value[slot.index], seen, first_key);
+        __syncwarp();
+        if (lane == 0) {
+          if (found) tile.non_finite = 1;
+          Arrive(full);
+        }
+        __syncwarp();
       }
-      __syncwarp();
     }
     slot.Advance();
     first_key -= kKeys;
@@ -340,7 +344,7 @@ struct ProducerSm90 {
     int block = tile.end - 1;
     const int end = tile.begin;
     if (block >= end) StartRun(tile, block);
-    if (!values && block >= end) LoadQuery(tile);
+    if (!kValues && block >= end) LoadQuery(tile);
     const auto next = [&] {
       if (block < run_begin) StartRun(tile, block);
       --block;
@@ -349,7 +353,7 @@ struct ProducerSm90 {
       const int count = 2 * (block + 1 - end);
 #pragma unroll 1
       for (int i = 0; i < count; ++i, slot.Advance()) {
-        if (HoldsValues(i, count) != values) continue;
+        if (HoldsValues(i, count) != kValues) continue;
         next();
         LoadCodes();
       }
@@ -372,7 +376,7 @@ struct ConsumerSm90 {
   static constexpr int kKeys = Traits::kKeys, kDim = Traits::kDim, kValueDim = Traits::kValueDim;
   static constexpr int kStages = Traits::kStages, kConsumers = Traits::kConsumers;
   static constexpr int kSteps = kDim / 16, kQuerySteps = Traits::kQuerySteps;  // of the first product
-  static constexpr uint32_t kAllMapped = ProducerSm90<Traits, Params>::kAllMapped;
+  static constexpr uint32_t kAllMapped = kAllMappedSm90<Traits>;
   static constexpr bool kPaged = std::is_same_v<Params, PagedAttentionParams>;
   static constexpr float kSlack = 8.f;   // in exponents of 2: probabilities up to 256, far inside E
   static constexpr float kFar = 1024.f;  // exponents of 2; half an ulp there is 2^-14
