@@ -146,8 +146,7 @@ __device__ __forceinline__ int PanelIndex(int row, int column) {
 
 // How a tile of keys or values of `kDim` columns lies in shared memory: panels of 64 columns, of all keys one after the
 // other or of 8 keys at a time. The latter is what one copy makes of some keys of a page, however many panels they
-// have, when the pool is seen as [rows / 8, panels, 8, 64]: a copy costs the warp that issues it 100 cycles, and with
-// one for each panel, pages of 16 took longer to ask for than to multiply.
+// have, when the pool is seen as [rows / 8, panels, 8, 64]. A copy for each panel was 1 % slower.
 template <class Traits, class Params, int kDim>
 struct KeyTileSm90 {
   static constexpr bool kByGroups = std::is_same_v<Params, PagedAttentionParams> && !Traits::kQuantised;
