@@ -120,14 +120,14 @@ def copy_pages(rng, row):
     return ta.copy_pages, (cache(rng, row), *pages)
 
 
-def clusters(rng, row):
-    """A call that the sm90 prefill kernels take in clusters of two blocks: an odd number of tiles, over 1,024 keys.
+def many_tiles(rng, row):
+    """A call whose blocks go from tile to tile in the sm90 prefill kernels: an odd number of tiles, over 1,024 keys.
 
-    Of plain arrays more of them than a card of 132 SMs has clusters.
+    Of plain arrays more of them than a card of 132 SMs has blocks.
     """
     (head_dim, value_dim), dtype = dims(row), row["dtype"]
     if row["phase"] == "attention":
-        return ta.attention, tuple(normal(rng, dtype, 1290, 12, d) for d in (head_dim, head_dim, value_dim))
+        return ta.attention, tuple(normal(rng, dtype, 1290, 13, d) for d in (head_dim, head_dim, value_dim))
     tokens = 2060
     query = normal(rng, dtype, tokens, 1, head_dim)
     pages = -(-tokens // 64)
@@ -168,7 +168,7 @@ def run(row: dict, seed: int = 0) -> None:
     makers = [CALLS[row["phase"]]]
     # One dtype and head dim stand for all: under a sanitizer a call of this size takes seconds.
     if row["family"] == "sm90" and (row["head_dim"], row["dtype"], row["kv_dtype"]) == (128, "bfloat16", "bfloat16"):
-        makers.append(clusters)
+        makers.append(many_tiles)
     if row["phase"] == "decode" and row["dtype"] == row["kv_dtype"]:
         makers += [one_sequence, planned]
     os.environ["JAX_TURBOATTN_IMPLEMENTATION"] = implementation(row)

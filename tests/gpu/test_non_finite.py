@@ -100,7 +100,7 @@ def test_parts():
 
 
 @pytest.mark.parametrize("dim, value_dim", [(64, 64), (128, 128), (192, 128), (256, 256)])
-@pytest.mark.parametrize("tokens", [700, 1408])  # without clusters, and with
+@pytest.mark.parametrize("tokens", [700, 1408])
 def test_dense(tokens, dim, value_dim):
     query, key = normal(0, 1, tokens, 4, dim), normal(1, 1, tokens, 4, dim)
     value = normal(2, 1, tokens, 4, value_dim)

@@ -8,6 +8,7 @@
 //     rows are 1024 bytes apart.
 //   MN-major (the product runs over rows): a step of 16 rows is 2048 bytes further on; groups of 8 rows are 1024 bytes
 //     apart and panels a whole panel.
+// Or panels of 8 rows each follow one another before the next 8 rows: groups are then as many times 1024 bytes apart.
 //
 // Fragments of a 64 x N accumulator, by warp w of the warpgroup and lane (g = lane / 4, c = lane % 4): d[n][2 h + e] is
 // row 16 w + 8 h + g, column 8 n + 2 c + e. A 16-bit A operand from registers has the layout of mma.m16n8k16.
@@ -70,19 +71,6 @@ __device__ __forceinline__ void Arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
 }
 
-// Where the cluster's block `rank` has what this one has at `address`.
-__device__ __forceinline__ uint32_t AddressIn(uint32_t rank, uint32_t address) {
-  uint32_t remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  return remote;
-}
-
-// Arrives at a barrier of the cluster. Orders products' reads before tensor copies, as Arrive() does; not stores before
-// reads of the other block: .release.cluster would, by a fence of the whole GPU (a third of the speed).
-__device__ __forceinline__ void ArriveInCluster(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
 // One arrival, of those that the barrier was made for, when the thread's cp.async so far have landed.
 __device__ __forceinline__ void ArriveAfterCopies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(SharedAddress(barrier)) : "memory");
@@ -135,13 +123,6 @@ struct RingSlot {
   }
 };
 
-// ---- clusters
-
-// All threads of all blocks of the cluster.
-__device__ __forceinline__ void SyncCluster() {
-  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
-}
-
 // ---- named barriers: ids 1 .. 15
 
 __device__ __forceinline__ void SyncNamed(int id, int threads) {
@@ -166,16 +147,6 @@ __device__ __forceinline__ void CopyBox4(uint32_t to, const CUtensorMap* map, ui
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
       "[%2];" ::"r"(to),
       "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-      : "memory");
-}
-
-// The same into every block of the cluster that `blocks` has a bit of, and each one's barrier.
-__device__ __forceinline__ void CopyBox4ToCluster(uint32_t to, const CUtensorMap* map, uint64_t* barrier, int c0,
-                                                  int c1, int c2, int c3, uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, "
-      "%4, %5, %6}], [%2], %7;" ::"r"(to),
-      "l"(map), "r"(SharedAddress(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(blocks)
       : "memory");
 }
 
@@ -235,11 +206,12 @@ __device__ __forceinline__ void HoldRegisters(uint32_t (&a)[kTiles][4]) {
   }
 }
 
-// Descriptor of a swizzled tile at `address`: panels `panel_bytes` apart (MN-major only).
-__device__ __forceinline__ uint64_t TileDescriptor(uint32_t address, int panel_bytes) {
-  constexpr uint64_t kSwizzle128 = 1, kGroupBytes = 1024;
-  return kSwizzle128 << 62 | (kGroupBytes >> 4) << 32 | static_cast<uint64_t>(panel_bytes >> 4) << 16 |
-         (address & 0x3ffffu) >> 4;
+// Descriptor of a swizzled tile at `address`: panels `panel_bytes` apart (MN-major only), groups of 8 rows
+// `group_bytes`.
+__device__ __forceinline__ uint64_t TileDescriptor(uint32_t address, int panel_bytes, int group_bytes) {
+  constexpr uint64_t kSwizzle128 = 1;
+  return kSwizzle128 << 62 | static_cast<uint64_t>(group_bytes >> 4) << 32 |
+         static_cast<uint64_t>(panel_bytes >> 4) << 16 | (address & 0x3ffffu) >> 4;
 }
 // The same tile `bytes` further on.
 __device__ __forceinline__ uint64_t MoveDescriptor(uint64_t descriptor, int bytes) { return descriptor + (bytes >> 4); }

@@ -24,7 +24,7 @@ struct ConverterSm90 {
   static constexpr bool kRowParams = kHasRowParams<Traits::kKvDType>;
   static constexpr int kKeys = Traits::kKeys, kStages = Traits::kStages;
   static constexpr int kStoredChunks = Traits::kStoredBytes / 16;
-  static constexpr uint32_t kAllMapped = ProducerSm90<Traits, Params>::kAllMapped;
+  static constexpr uint32_t kAllMapped = kAllMappedSm90<Traits>;
   // A thread a row: it reads the row's parameters once, and the chunks that a quarter of a warp reads or writes
   // together, of eight rows, are in different banks.
   static_assert(kKeys == kWarpgroup);
@@ -71,7 +71,7 @@ struct ConverterSm90 {
           run_begin = run == 0 ? 0 : tile.blocks.count[0];
           first_key = tile.blocks.FirstKey(block);
           seen = tile.blocks.seen[run];
-          common = tile.unit_common[run];
+          common = tile.blocks.common[run];
         }
         before = last;
         last = {seen.Holds(first_key + row), common.HoldsAll(first_key, kKeys)};

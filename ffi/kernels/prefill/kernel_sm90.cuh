@@ -56,11 +56,9 @@ __device__ int64_t WrittenTokens(const Params& params, int64_t b) {
   return range.hi - range.lo > SkippedLength(params) ? range.hi - range.lo : 0;
 }
 
-// Units of a tile for each block of a cluster.
 template <int kRows, class Params>
-__device__ int64_t CountUnits(const Params& params, int64_t b, int cluster) {
-  const int64_t rows = WrittenTokens(params, b) * GroupOf(params);
-  return cluster == 1 ? (rows + kRows - 1) / kRows : (rows + kCluster * kRows - 1) / (kCluster * kRows);
+__device__ int64_t CountTiles(const Params& params, int64_t b) {
+  return (WrittenTokens(params, b) * GroupOf(params) + kRows - 1) / kRows;
 }
 
 // Keys that end with a sequence's last token, of a packed call.
@@ -83,7 +81,7 @@ __device__ SplitSm90 ChooseSplits(const PagedAttentionParams& params, const Sche
   int blocks = 0;  // of the longest sequence
 #pragma unroll 1
   for (int64_t b = threadIdx.x % kWarp; b < BatchOf(params); b += kWarp) {
-    const int64_t own = CountUnits<Traits::kRows>(params, b, 1);
+    const int64_t own = CountTiles<Traits::kRows>(params, b);
     if (own == 0) continue;
     tiles += own;
     const SequenceView view = ViewSequence(params, b);
@@ -118,12 +116,20 @@ template <class Traits, class Params>
 struct TileWalkSm90 {
   static constexpr int kRows = Traits::kRows;
   const ArgumentsSm90<Params>& args;
-  int64_t item = blockIdx.x / args.schedule.cluster;  // the next
-  FoundTile found = {};                               // packed calls: of the item, its sequence and its number there
-  bool mirrored = false;                              // in pairs: the item's second tile is the next
+  int64_t round = 0, item = blockIdx.x;  // the next
+  FoundTile found = {};                  // packed calls: of the item, its sequence and its number there
+  bool mirrored = false;                 // in pairs: the item's second tile is the next
   const SplitSm90& split;
 
   __device__ TileWalkSm90(const ArgumentsSm90<Params>& args, const SplitSm90& split) : args(args), split(split) {}
+
+  // To the item of the next round. Rounds of single tiles go there and back: who had a longer tile gets a shorter one.
+  __device__ void Advance() {
+    const ScheduleSm90& schedule = args.schedule;
+    ++round;
+    const bool back = round > schedule.single_from && (round - schedule.single_from) % 2 != 0;
+    item = round * schedule.workers + (back ? schedule.workers - 1 - blockIdx.x : blockIdx.x);
+  }
 
   // The next tile, or one without rows when there is none left.
   __device__ void Next(TileSm90<Traits>* tile) {
@@ -131,8 +137,7 @@ struct TileWalkSm90 {
     const ScheduleSm90& schedule = args.schedule;
     const int64_t uniform = UniformQueryLength(params), group = GroupOf(params);
     const int64_t batch = BatchOf(params), kv_heads = KvHeadsOf(params);
-    const int cluster = schedule.cluster;
-    const auto units_of = [&](int64_t b) { return CountUnits<kRows>(params, b, cluster); };
+    const auto tiles_of = [&](int64_t b) { return CountTiles<kRows>(params, b); };
     const auto pairs_of = [&](int64_t b) {
       return schedule.in_pairs && (uniform > 0 || 2 * WrittenTokens(params, b) > LengthOf(params, b));
     };
@@ -142,7 +147,7 @@ struct TileWalkSm90 {
     const auto take = [&](int64_t tiles, bool in_pairs, int64_t level) {
       index = mirrored ? level : tiles - 1 - level;
       mirrored = in_pairs && !mirrored && level != tiles - 1 - level;
-      if (!mirrored) item += schedule.workers;
+      if (!mirrored) Advance();
     };
     bool none;
     if (split.splits > 1) {
@@ -152,33 +157,37 @@ struct TileWalkSm90 {
         item += schedule.sms;
         const int64_t number = Divide(part, split.splits);
         head = Divide(number, split.head_tiles);
-        found = FindTileByWarp(batch, number - head * split.head_tiles, units_of);
+        found = FindTileByWarp(batch, number - head * split.head_tiles, tiles_of);
         b = found.b;
         length = WrittenTokens(params, b);
-        index = units_of(b) - 1 - found.index;
+        index = tiles_of(b) - 1 - found.index;
       }
     } else if (uniform > 0) {
       none = item >= split.items;
       if (!none) {
         const int64_t tiles = Divide(params.max_tiles, batch), levels = levels_of(tiles, schedule.in_pairs);
-        const int64_t section = Divide(item, schedule.section * levels), first = section * schedule.section;
-        const int64_t rest = item - first * levels, width = min(schedule.section, batch * kv_heads - first);
-        const int64_t level = Divide(rest, width), pair = first + rest - level * width;
+        const bool single = item >= schedule.paired_heads * levels;
+        int64_t first = schedule.paired_heads, width = batch * kv_heads - first;
+        if (!single) {
+          first = Divide(item, schedule.section * levels) * schedule.section;
+          width = min(schedule.section, schedule.paired_heads - first);
+        }
+        const int64_t rest = item - first * levels, level = Divide(rest, width), pair = first + rest - level * width;
         b = Divide(pair, kv_heads);
         head = pair - b * kv_heads;
         length = uniform;
-        take(tiles, schedule.in_pairs, level);
+        take(tiles, schedule.in_pairs && !single, level);
       }
     } else {
       if (!mirrored) {
-        found = FindTileByWarp(batch, item, [&](int64_t b) { return levels_of(units_of(b), pairs_of(b)) * kv_heads; });
+        found = FindTileByWarp(batch, item, [&](int64_t b) { return levels_of(tiles_of(b), pairs_of(b)) * kv_heads; });
       }
       none = found.b >= batch;
       if (!none) {
         b = found.b;
         length = WrittenTokens(params, b);
         const bool in_pairs = pairs_of(b);
-        const int64_t tiles = units_of(b), levels = levels_of(tiles, in_pairs);
+        const int64_t tiles = tiles_of(b), levels = levels_of(tiles, in_pairs);
         head = Divide(found.index, levels);
         take(tiles, in_pairs, found.index - head * levels);
       }
@@ -189,8 +198,8 @@ struct TileWalkSm90 {
     }
     if (threadIdx.x % kWarp == 0) {
       const SequenceView view = ViewSequence(params, b);
-      const int64_t end_row = length * group, first_row = (index * cluster + RankInCluster(schedule)) * kRows;
-      const int rows = static_cast<int>(Clamp(end_row - first_row, 0, kRows));
+      const int64_t first_row = index * kRows;
+      const int rows = static_cast<int>(min(length * group - first_row, int64_t{kRows}));
       tile->view = view;
       tile->b = b;
       tile->head = head;
@@ -198,45 +207,21 @@ struct TileWalkSm90 {
       tile->num_rows = rows;
       tile->last = false;
       tile->non_finite = 0;
-      const auto blocks_of = [&](int64_t begin, int64_t end) {
-        const int64_t first_token = Divide(begin, group), last_token = Divide(end - 1, group);
-        BlockList<Traits::kKeys> blocks(view, first_token, min(last_token, view.q_len - 1));
-        if (last_token >= view.q_len) blocks.ForgetCommon();
-        return blocks;
-      };
-      tile->blocks = blocks_of(first_row, first_row + rows);
-      for (int run = 0; run < kRuns; ++run) {
-        tile->unit_seen[run] = tile->blocks.seen[run];
-        tile->unit_common[run] = tile->blocks.common[run];
-      }
+      const int64_t first_token = Divide(first_row, group), last_token = Divide(first_row + rows - 1, group);
+      tile->blocks = BlockList<Traits::kKeys>(view, first_token, min(last_token, view.q_len - 1));
+      if (last_token >= view.q_len) tile->blocks.ForgetCommon();
       tile->begin = 0;
       tile->end = tile->blocks.total();
-      if (cluster > 1) SetUnit(tile, blocks_of(index * cluster * kRows, min((index + 1) * cluster * kRows, end_row)));
-      tile->unit_begin = 0;
-      tile->unit_end = tile->blocks.total();
       tile->part = part;
       if (part != kWholeTile) SetPart(tile);
-    }
-  }
-
-  // From the tile's own blocks to numbers in its unit's. Both start at the same key, since there are no windows; a
-  // prefix is taken in whole.
-  __device__ void SetUnit(TileSm90<Traits>* tile, const BlockList<Traits::kKeys>& unit) const {
-    BlockList<Traits::kKeys>& own = tile->blocks;
-    tile->end = tile->num_rows > 0 ? unit.count[0] + own.count[kOwnRun] : 0;
-    for (int run = 0; run < kRuns; ++run) {
-      own.first[run] = unit.first[run];
-      own.count[run] = unit.count[run];
-      tile->unit_seen[run] = unit.seen[run];
-      tile->unit_common[run] = unit.common[run];
     }
   }
 
   __device__ void SetPart(TileSm90<Traits>* tile) const {
     const int64_t total = tile->end, number = Divide(tile->part, split.splits);
     const int64_t place = tile->part - number * split.splits;
-    tile->unit_begin = tile->begin = static_cast<int>(Divide(total * place, split.splits));
-    tile->unit_end = tile->end = static_cast<int>(Divide(total * (place + 1), split.splits));
+    tile->begin = static_cast<int>(Divide(total * place, split.splits));
+    tile->end = static_cast<int>(Divide(total * (place + 1), split.splits));
     if (place == 0) {
       SplitWorkspace<kRows, Traits::kValueDim>(args.params).info[number] = {
           static_cast<int>(tile->b), static_cast<int>(tile->head), static_cast<int>(tile->first_row), tile->num_rows};
@@ -326,6 +311,19 @@ template <class Traits>
 __device__ void StorePart(const LinearAttentionParams&, const TileSm90<Traits>&,
                           const ConsumerSm90<Traits, LinearAttentionParams>&) {}
 
+// Copies the keys, or the values, of the block's tiles.
+template <class Traits, class Params, bool kValues>
+__device__ __forceinline__ void Produce(const ArgumentsSm90<Params>& args, SharedSm90<Traits>& shared) {
+  ProducerSm90<Traits, Params, kValues> producer(args, shared);
+  for (RingSlot<SharedSm90<Traits>::kTiles> slot(0);; slot.Advance()) {
+    WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
+    TileSm90<Traits>& tile = shared.tiles[slot.index];
+    if (tile.last) break;
+    producer.Load(tile);
+    Arrive(&shared.tile_empty[slot.index]);
+  }
+}
+
 // Warpgroup 0: warp 0 copies queries and keys, warp 1 values, warp 2 chooses tiles (by itself: 5,000 cycles a tile that
 // copies would wait for), warp 3 writes down what is known of a tile's rows. The other warpgroups are consumers, but of
 // quantised caches the last, which converts.
@@ -343,13 +341,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
     if (args.query_by_copy) PrefetchTensorMap(&args.query);
     PrefetchTensorMap(&args.key);
     PrefetchTensorMap(&args.value);
-    shared.InitBarriers(args.schedule.cluster);
+    shared.InitBarriers();
   }
-  if (args.schedule.cluster > 1) {
-    SyncCluster();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
 
   if (warpgroup == 0) {
     if (warp == kTileWarp) {  // before registers are given away
@@ -368,21 +362,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
         if (threadIdx.x % kWarp == 0) Arrive(&shared.tile_full[slot.index]);
         if (tile.last) break;
       }
-    } else if (warp < kTileWarp) {
-      ProducerSm90<Traits, Params> producer(args, shared, warp == 1);
-      for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
-        WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
-        TileSm90<Traits>& tile = shared.tiles[slot.index];
-        if (tile.last) break;
-        producer.Load(tile);
-        Arrive(&shared.tile_empty[slot.index]);
-      }
+    } else if (warp == 0) {
+      Produce<Traits, Params, false>(args, shared);
+    } else if (warp == 1) {
+      Produce<Traits, Params, true>(args, shared);
     } else {
       for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
         WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
         TileSm90<Traits>& tile = shared.tiles[slot.index];
         const bool last = tile.last;
-        if (!last && tile.num_rows > 0) {
+        if (!last) {
           for (int r = threadIdx.x % kWarp; r < Traits::kRows; r += kWarp) {
             FillTileRow<Traits::kRows>(params, tile.view, tile.head, tile.first_row, tile.num_rows, r, &tile.rows);
           }
@@ -424,7 +413,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
       consumer.rows = &tile.rows;
       consumer.Run(tile);
       if (tile.part == kWholeTile) {
-        if (tile.num_rows > 0) StoreRows<Traits>(params, tile, consumer);
+        StoreRows<Traits>(params, tile, consumer);
       } else {
         StorePart<Traits>(params, tile, consumer);
       }
@@ -432,7 +421,6 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
       Arrive(&shared.tile_empty[slot.index]);
     }
   }
-  if (args.schedule.cluster > 1) SyncCluster();  // none leaves while others may still arrive at its barriers
 }
 
 }  // namespace turboattn::prefill

@@ -62,27 +62,33 @@ cudaError_t EncodeQuery(const Params& params, CUtensorMap* map) {
                          {64, static_cast<int>(group), 1, static_cast<int>(Traits::kRows / group)});
 }
 
-// An array of rows of `dim` elements, of which a block copies `share` at a time. An empty one may have no address; any
-// will do.
+// An array of rows of `dim` elements. An empty one may have no address; any will do.
 template <class Traits>
-cudaError_t EncodeKeys(const LinearAttentionParams& params, const void* array, int64_t dim, int share, CUtensorMap* map,
+cudaError_t EncodeKeys(const LinearAttentionParams& params, const void* array, int64_t dim, CUtensorMap* map,
                        int* box_keys) {
   const int64_t kv_heads = params.num_kv_heads, batch = params.ragged ? 1 : params.batch;
   const int64_t keys = std::max<int64_t>(params.num_keys, 1);
-  *box_keys = share;
+  *box_keys = Traits::kKeys;
   return EncodeTensorMap(map, Traits::kDType, array != nullptr ? array : params.query, {dim, kv_heads, keys, batch},
                          {dim * 2, kv_heads * dim * 2, keys * kv_heads * dim * 2}, {64, 1, *box_keys, 1});
 }
 
 template <class Traits>
-cudaError_t EncodeKeys(const PagedAttentionParams& params, const void* array, int64_t dim, int share, CUtensorMap* map,
+cudaError_t EncodeKeys(const PagedAttentionParams& params, const void* array, int64_t dim, CUtensorMap* map,
                        int* box_keys) {
   const KvCache& cache = params.cache;
   const int64_t bytes = RowBytes(Traits::kKvDType, dim), elements = Traits::kQuantised ? bytes : dim;  // of a row
   int box = 8;  // the largest power of two that divides both
-  while (box < cache.page_size && share % (2 * box) == 0) box *= 2;
+  while (box < cache.page_size && Traits::kKeys % (2 * box) == 0) box *= 2;
   *box_keys = box;
-  return EncodeTensorMap(map, Traits::kKvDType, array != nullptr ? array : params.query,
+  const void* const address = array != nullptr ? array : params.query;
+  if constexpr (!Traits::kQuantised) {  // KeyTileSm90::kByGroups
+    const int64_t rows = cache.num_layers * cache.num_pages * cache.num_kv_heads * cache.page_size;
+    const int panels = static_cast<int>(dim / 64);
+    return EncodeTensorMap(map, Traits::kKvDType, address, {64, 8, panels, rows / 8}, {bytes, 128, 8 * bytes},
+                           {64, 8, panels, box / 8});
+  }
+  return EncodeTensorMap(map, Traits::kKvDType, address,
                          {elements, cache.page_size, cache.num_kv_heads, cache.num_layers * cache.num_pages},
                          {bytes, cache.page_size * bytes, cache.num_kv_heads * cache.page_size * bytes},
                          {Traits::kQuantised ? Traits::kStoredBytes : 64, box, 1, 1});
@@ -98,36 +104,19 @@ inline int64_t MaxPartsOf(const LinearAttentionParams&) { return 0; }
 inline int64_t MaxPartsOf(const PagedAttentionParams& params) { return params.plan.prefill_parts; }
 
 template <class Traits, class Params>
-int64_t MaxUnits(const Params& params, int cluster) {
-  return cluster == 1 ? MaxTiles<Traits::kRows>(params) : MaxTiles<kCluster * Traits::kRows>(params);
-}
-
-// Blocks in clusters read half the bytes from L2. That takes less power, for which the card gives a higher clock: full
-// calls gain 2 % at 1,024 keys and 8 % at 2,048 on an H200, causal ones 2 % from 2,048 up, but at 1,024 they are 2 %
-// slower: blocks wait for each other. So not where that costs more than it saves: few keys, windows (neighbours see
-// different blocks), and one tile in ten or more without a neighbour. Plain arrays of head dim 128 have been measured;
-// head dim 64 was 2 to 8 % slower at 4,096 keys; pages, packed calls and other head dims, for which the kernel is
-// ready, have not been.
-template <class Traits, class Params>
-int ChooseCluster(const Params& params) {
-  const int64_t min_keys = params.score.is_causal ? 1280 : 1024;
-  constexpr bool kMeasured = std::is_same_v<Params, LinearAttentionParams> && Traits::kDim == 128 &&
-                             Traits::kValueDim == 128 && !Traits::kQuantised;
-  if (!kMeasured || UniformQueryLength(params) == 0 || MaxKeysOf(params) < min_keys || params.score.window != nullptr) {
-    return 1;
-  }
-  const int64_t tiles = MaxUnits<Traits>(params, 1), room = kCluster * MaxUnits<Traits>(params, kCluster);
-  return (room - tiles) * 10 < tiles ? kCluster : 1;
-}
-
-template <class Traits, class Params>
-ScheduleSm90 MakeSchedule(const Params& params, int cluster, bool in_pairs, int64_t workers) {
+ScheduleSm90 MakeSchedule(const Params& params, bool in_pairs, int64_t workers) {
   ScheduleSm90 schedule;
-  schedule.cluster = cluster;
-  const int64_t heads = KvHeadsOf(params), units = MaxUnits<Traits>(params, cluster), batch = BatchOf(params);
+  const int64_t batch = BatchOf(params), heads = batch * KvHeadsOf(params);
+  const int64_t tiles = MaxTiles<Traits::kRows>(params);
   schedule.in_pairs = in_pairs;
-  // Packed calls have no more; the device knows how many.
-  schedule.items = in_pairs && UniformQueryLength(params) > 0 ? (units / batch + 1) / 2 * batch * heads : units * heads;
+  schedule.items = tiles * KvHeadsOf(params);  // packed calls have no more; the device knows how many
+  schedule.paired_heads = heads;
+  if (in_pairs && UniformQueryLength(params) > 0) {
+    const int64_t each = tiles / batch, levels = (each + 1) / 2, items = levels * heads;
+    schedule.paired_heads = items / workers * workers / levels;
+    schedule.single_from = schedule.paired_heads * levels / workers;
+    schedule.items = schedule.paired_heads * levels + (heads - schedule.paired_heads) * each;
+  }
   schedule.workers = std::min(workers, schedule.items);
   const int64_t head_bytes = std::max<int64_t>(MaxKeysOf(params), 1) * (Traits::kDim + Traits::kValueDim) * 2;
   schedule.section = std::max<int64_t>(kSectionBytes / head_bytes, 1);
@@ -135,25 +124,22 @@ ScheduleSm90 MakeSchedule(const Params& params, int cluster, bool in_pairs, int6
 }
 
 // Blocks that stay, so that what a block does before and after its products is done beside those of the tile before or
-// after: 2 to 5 % of chunked calls. Causal calls take a long and a short tile of a sequence in turn, so that its items
-// are the same work. Where that is few for each, and where keys are cut in parts, a block a tile: the
-// hardware then evens their lengths out.
+// after: 2 to 5 % of chunked calls, a third of causal ones of two tiles a block. Causal calls take a long and a short
+// tile of a sequence in turn, so that its items are the same work. Uniform ones do so for as many heads as fill whole
+// rounds; the tiles of the last heads follow one by one, longest first, there and back: what is left of the last pairs
+// would leave 3 % of the blocks' time idle where they have 8 pairs each. Where keys are cut in parts, a block a tile:
+// the hardware then evens their lengths out.
 template <class Traits, class Params>
 ScheduleSm90 ChooseSchedule(const Params& params, int sms) {
   const int64_t parts = MaxPartsOf(params);
-  const int cluster = ChooseCluster<Traits>(params);
-  const int64_t workers = sms / cluster;
   // Of ranges there may be far fewer tiles than MaxTiles, which counts one for the end of each sequence.
   const int64_t full = QueryRows(params) * params.num_heads / Traits::kRows;
   const bool uniform = UniformQueryLength(params) > 0 && BatchOf(params) > 0;
-  if (uniform && parts == 0) {
-    const ScheduleSm90 schedule = MakeSchedule<Traits>(params, cluster, params.score.is_causal, workers);
-    if (!schedule.in_pairs || schedule.items >= kItemsOfWorker * workers) return schedule;
-  } else if (parts == 0 && full >= kItemsOfWorker * sms) {
-    return MakeSchedule<Traits>(params, cluster, params.score.is_causal, workers);
+  if (parts == 0 && (uniform || full >= kItemsOfWorker * sms)) {
+    return MakeSchedule<Traits>(params, params.score.is_causal, sms);
   }
   // Blocks for the full ones, which look for the others too.
-  ScheduleSm90 schedule = MakeSchedule<Traits>(params, cluster, false, uniform ? INT64_MAX : (full + sms) / cluster);
+  ScheduleSm90 schedule = MakeSchedule<Traits>(params, false, uniform ? INT64_MAX : full + sms);
   if (parts > 0) {
     schedule.parts = parts;
     schedule.sms = sms;
@@ -166,34 +152,28 @@ template <class Traits, class Params>
 cudaError_t LaunchScheduled(const Params& params, const ScheduleSm90& schedule, cudaStream_t stream) {
   ArgumentsSm90<Params> args;
   args.params = params;
-  args.params.max_tiles = MaxUnits<Traits>(params, schedule.cluster);
+  args.params.max_tiles = MaxTiles<Traits::kRows>(params);
   args.schedule = schedule;
-  const int share = Traits::kKeys / schedule.cluster;
   args.query_by_copy = Traits::kRows % (params.num_heads / KvHeadsOf(params)) == 0;
   cudaError_t error = args.query_by_copy ? EncodeQuery<Traits>(params, &args.query) : cudaSuccess;
   if (error == cudaSuccess)
-    error = EncodeKeys<Traits>(params, KeyArray(params), Traits::kDim, share, &args.key, &args.box_keys);
+    error = EncodeKeys<Traits>(params, KeyArray(params), Traits::kDim, &args.key, &args.box_keys);
   if (error == cudaSuccess)
-    error = EncodeKeys<Traits>(params, ValueArray(params), Traits::kValueDim, share, &args.value, &args.box_keys);
+    error = EncodeKeys<Traits>(params, ValueArray(params), Traits::kValueDim, &args.value, &args.box_keys);
+  while (PageSizeOf(params) > int64_t{1} << args.page_shift) ++args.page_shift;
   if (error != cudaSuccess) return error;
-  const int64_t blocks = schedule.workers * schedule.cluster;
-  if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
+  if (schedule.workers > INT_MAX) return cudaErrorInvalidConfiguration;
   constexpr int kBytes = sizeof(SharedSm90<Traits>);
   static_assert(kBytes <= 227 * 1024);
   static_assert(Traits::kRows <= PrefillRowsSm90(Traits::kValueDim), "the plan sizes the workspace");
   const auto kernel = &PrefillSm90<Traits, Params>;
   error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(schedule.cluster), 1, 1};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.gridDim = dim3(static_cast<unsigned>(schedule.workers));
   config.blockDim = dim3(Traits::kThreads);
   config.dynamicSmemBytes = kBytes;
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = schedule.cluster == 1 ? 0 : 1;
   error = cudaLaunchKernelEx(&config, kernel, args);
   if constexpr (std::is_same_v<Params, PagedAttentionParams>) {
     if (error == cudaSuccess && schedule.parts > 0) {
@@ -216,10 +196,11 @@ cudaError_t LaunchSm90(const Params& params, cudaStream_t stream) {
   return LaunchScheduled<Traits>(params, ChooseSchedule<Traits>(params, sms), stream);
 }
 
-// Pages, or rows of plain arrays: coordinates of tensor copies have 32 bits.
+// Groups of 8 rows of a cache, or rows of plain arrays: coordinates of tensor copies have 32 bits.
 inline int64_t RowsToCopy(const LinearAttentionParams& params) { return params.num_keys; }
 inline int64_t RowsToCopy(const PagedAttentionParams& params) {
-  return params.cache.num_layers * params.cache.num_pages;
+  const KvCache& cache = params.cache;
+  return cache.num_layers * cache.num_pages * cache.num_kv_heads * (cache.page_size / 8);
 }
 
 // Everything on the card that the family is compiled for.

@@ -24,15 +24,14 @@
 
 namespace turboattn::prefill {
 
-constexpr int kCluster = 2;
-
 // Which tiles a block takes: TileWalkSm90.
 struct ScheduleSm90 {
-  int cluster = 1;      // or kCluster: blocks that take tiles next to each other and copy their keys together
-  int64_t workers = 0;  // clusters of the grid
-  int64_t items = 0;    // what they share out: units of a tile for each block, or pairs of units; packed calls: at most
-  int64_t section = 1;  // uniform calls: (sequence, kv head) pairs that are taken together
-  bool in_pairs = false;  // an item may be a long unit and the short one of its sequence that makes up for it
+  int64_t workers = 0;                  // blocks of the grid
+  int64_t items = 0;                    // what they share out: tiles, or pairs of tiles; packed calls: at most
+  int64_t section = 1;                  // uniform calls: (sequence, kv head) pairs that are taken together
+  int64_t paired_heads = 0;             // uniform calls: pairs before the last, whose tiles are taken one by one
+  int64_t single_from = INT64_MAX / 2;  // the round in which these begin
+  bool in_pairs = false;  // an item may be a long tile and the short one of its sequence that makes up for it
   int64_t parts = 0;      // of tiles that the workspace holds; 0: keys stay whole
   int sms = 0;            // that work on parts
 };
@@ -40,17 +39,14 @@ struct ScheduleSm90 {
 template <class Params>
 struct ArgumentsSm90 {
   CUtensorMap query;  // [tokens, K, G, D], boxes of a tile's rows; used when query_by_copy
-  CUtensorMap key;    // plain arrays: [B, S, K, D], boxes of a tile. Pages: [L * N, K, P, D], boxes of box_keys
+  CUtensorMap key;    // plain arrays: [B, S, K, D], boxes of a tile. Pages: see KeyTileSm90, boxes of box_keys
   CUtensorMap value;
   Params params;
   ScheduleSm90 schedule;
   bool query_by_copy = false;  // else the group does not divide the tile, and consumers load its rows
   int box_keys = 0;            // keys a copy
+  int page_shift = 0;          // pages have 1 << page_shift tokens
 };
-
-__device__ __forceinline__ int RankInCluster(const ScheduleSm90& schedule) {
-  return blockIdx.x & (schedule.cluster - 1);
-}
 
 // What a block's warp that chooses tiles has found of parts.
 struct SplitSm90 {
@@ -114,16 +110,16 @@ struct SharedSm90 {
   SplitSm90 split;  // of the warp that chooses tiles alone: its registers are few
 
   // By one thread, before anything else.
-  __device__ void InitBarriers(int cluster) {
+  __device__ void InitBarriers() {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers, kConverterWarps = Traits::kQuantised ? 4 : 0;
     constexpr int kFullArrivals = Traits::kQuantised ? kConverterWarps : 1;
     InitBarrier(&query_full, 1);
     InitBarrier(&query_empty, kConsumerWarps);
     for (int i = 0; i < Traits::kStages; ++i) {
       InitBarrier(&key_full[i], kFullArrivals);
-      InitBarrier(&key_empty[i], kConsumerWarps * cluster);
+      InitBarrier(&key_empty[i], kConsumerWarps);
       InitBarrier(&value_full[i], kFullArrivals);
-      InitBarrier(&value_empty[i], kConsumerWarps * cluster);
+      InitBarrier(&value_empty[i], kConsumerWarps);
       InitBarrier(&value_landed[i], 1);
     }
     for (int i = 0; i < kTiles; ++i) {
@@ -148,58 +144,85 @@ __device__ __forceinline__ int PanelIndex(int row, int column) {
   return column / 64 * (kRows * 64) + row * 64 + ((column % 64 / kChunk) ^ (row & 7)) * kChunk + column % kChunk;
 }
 
+// How a tile of keys or values of `kDim` columns lies in shared memory: panels of 64 columns, of all keys one after the
+// other or of 8 keys at a time. The latter is what one copy makes of some keys of a page, however many panels they
+// have, when the pool is seen as [rows / 8, panels, 8, 64]. A copy for each panel was 1 % slower.
+template <class Traits, class Params, int kDim>
+struct KeyTileSm90 {
+  static constexpr bool kByGroups = std::is_same_v<Params, PagedAttentionParams> && !Traits::kQuantised;
+  static constexpr int kPanels = kDim / 64;
+  static constexpr int kGroupBytes = kByGroups ? kPanels * 1024 : 1024;
+  static constexpr int kPanelBytes = kByGroups ? 1024 : Traits::kKeys * 128;
+  // The key of 16-byte chunk i of a tile.
+  __device__ static int Key(int i) {
+    const int row = i / 8;
+    return kByGroups ? row / (8 * kPanels) * 8 + row % 8 : row % Traits::kKeys;
+  }
+};
+
 // ---- producers: a warp each for keys and values
 
-template <class Traits, class Params>
+// A bit for each 8 keys of a block.
+template <class Traits>
+constexpr uint32_t kAllMappedSm90 = static_cast<uint32_t>((uint64_t{1} << (Traits::kKeys / 8)) - 1);
+
+// kValues: a warp's code is for one of both alone. A producer's instructions take 13 cycles each beside those of the
+// consumers, whose issue slots they take, and a block has 2,700: what is the same for all blocks of a run is worked out
+// once.
+template <class Traits, class Params, bool kValues>
 struct ProducerSm90 {
   using E = typename Traits::E;
+  using KeyTile = KeyTileSm90<Traits, Params, kValues ? Traits::kValueDim : Traits::kDim>;
   static constexpr int kKeys = Traits::kKeys, kStages = Traits::kStages, kGroups = kKeys / 8;
   static constexpr bool kPaged = std::is_same_v<Params, PagedAttentionParams>;
-  static constexpr uint32_t kAllMapped = static_cast<uint32_t>((uint64_t{1} << kGroups) - 1);
+  static constexpr uint32_t kAllMapped = kAllMappedSm90<Traits>;
   static_assert(kGroups <= kWarp, "a lane a group");
 
   const ArgumentsSm90<Params>& args;
   SharedSm90<Traits>& shared;
-  const bool values;
   const int lane = threadIdx.x % kWarp;
-  const int share = args.schedule.cluster == 1 ? kKeys : kKeys / kCluster;  // keys of a tile that this block copies
-  const int share_begin = RankInCluster(args.schedule) * share;
   RingSlot<Traits::kQuantised ? Traits::kCodeStages : kStages> slot{1};
   uint32_t query_parity = 1;
   uint32_t landed_parities = 0;  // bit i: of value_landed[i]
-  // The next block. What is the same for all blocks of a run is worked out once: a producer's instructions take 13
-  // cycles each beside those of the consumers, and a block has 2,700.
+  // The next block.
   int run_begin = 0;      // number of the run's first block
   int first_key = 0;      // of the block
-  RunRange seen, common;  // of the unit, in this run
+  RunRange seen, common;  // of the tile, in this run
   int head = 0;
   int first_row = 0, array = 0;  // plain arrays: where the run's key 0 is
   // Pages: lane i has box i of a block.
-  static constexpr int kNoPage = -1;  // as a coordinate: outside the tensor, so that zeros are copied
+  static constexpr int kNoPage = -1;          // as a coordinate: outside the tensor, so that zeros are copied
+  static constexpr int kNoGroups = -kGroups;  // the same
   const int lane_key = lane * args.box_keys;
-  const int32_t* pages = nullptr;     // ids, of the run
-  int first_page = 0, num_pages = 0;  // of the layer; none if it does not exist
-  int32_t next_entry = 0;             // the page's id, read a block ahead
-  bool next_present = false;          // a row sees a key of the box
+  const bool has_box = lane_key < kKeys;
+  const int32_t* pages = nullptr;        // ids, of the run
+  int first_page = 0, num_pages = 0;     // of the layer; none if it does not exist
+  int first_group = 0, page_groups = 0;  // KeyTile::kByGroups: of the head on that page, and from page to page
+  int32_t next_entry = 0;                // the box's page id, read a block ahead; -1: no row sees a key of it
 
-  __device__ ProducerSm90(const ArgumentsSm90<Params>& args, SharedSm90<Traits>& shared, bool values)
-      : args(args), shared(shared), values(values) {}
+  __device__ ProducerSm90(const ArgumentsSm90<Params>& args, SharedSm90<Traits>& shared) : args(args), shared(shared) {}
 
   // `block` is the last of its run.
   __device__ void StartRun(const TileSm90<Traits>& tile, int block) {
     const int run = tile.blocks.RunOf(block);
     run_begin = run == 0 ? 0 : tile.blocks.count[0];
     first_key = tile.blocks.FirstKey(block);
-    seen = tile.unit_seen[run];
-    common = tile.unit_common[run];
+    seen = tile.blocks.seen[run];
+    common = tile.blocks.common[run];
     head = static_cast<int>(tile.head);
     if constexpr (kPaged) {
+      const KvCache& cache = args.params.cache;
       const PagedKeys keys = KeysOf(args.params, tile.b, tile.head, run);
-      const int64_t page = PageOf(args.params.cache, keys.layer, 0);
       pages = keys.pages;
-      first_page = static_cast<int>(page);
-      num_pages = page == kUnmapped ? 0 : static_cast<int>(args.params.cache.num_pages);
       LookUp(first_key);
+      const int64_t page = PageOf(cache, keys.layer, 0);
+      first_page = static_cast<int>(page);
+      num_pages = page == kUnmapped ? 0 : static_cast<int>(cache.num_pages);
+      if constexpr (KeyTile::kByGroups) {
+        const int head_groups = static_cast<int>(cache.page_size) / 8;
+        page_groups = static_cast<int>(cache.num_kv_heads) * head_groups;
+        first_group = first_page * page_groups + head * head_groups;
+      }
     } else {
       const LinearAttentionParams& params = args.params;
       first_row = params.ragged ? static_cast<int>(ClampRange(params.kv_ranges, tile.b, params.num_keys).lo) : 0;
@@ -209,30 +232,26 @@ struct ProducerSm90 {
 
   __device__ void LookUp(int block_key) {
     const int key = block_key + lane_key;
-    next_present = lane_key < kKeys && seen.Meets(key, args.box_keys);
-    if (next_present) next_entry = pages[key >> (__ffs(static_cast<int>(args.params.cache.page_size)) - 1)];
+    next_entry = -1;
+    if (has_box && seen.Meets(key, args.box_keys)) next_entry = pages[key >> args.page_shift];
   }
-  // Of this lane's box: its page, and its first slot there.
-  __device__ int NextPage() {
-    const bool mapped = next_present && static_cast<uint32_t>(next_entry) < static_cast<uint32_t>(num_pages);
-    const int page = mapped ? first_page + next_entry : kNoPage;
-    LookUp(first_key - kKeys);
-    return page;
-  }
-  __device__ int FirstSlot() const {
-    return (first_key + lane_key) & (static_cast<int>(args.params.cache.page_size) - 1);
-  }
+  __device__ bool IsMapped() const { return static_cast<uint32_t>(next_entry) < static_cast<uint32_t>(num_pages); }
+  __device__ int FirstSlot() const { return (first_key + lane_key) & ((1 << args.page_shift) - 1); }
   // Bit g: the block's g-th 8 keys lie on a mapped page.
-  __device__ uint32_t MappedGroups(int page) const {
-    const int group_page = __shfl_sync(~0u, page, (lane * 8) >> (__ffs(args.box_keys) - 1));
-    return __ballot_sync(~0u, lane < kGroups && group_page != kNoPage);
+  __device__ uint32_t MappedGroups(bool mapped) const {
+    const uint32_t boxes = __ballot_sync(~0u, mapped || !has_box);
+    if (boxes == ~0u) return kAllMapped;
+    const int box = lane * 8 >> (__ffs(args.box_keys) - 1);
+    return __ballot_sync(~0u, lane < kGroups && (boxes >> box & 1u) != 0);
   }
 
   // A block's codes of keys or values into their ring.
   __device__ void LoadCodes() {
     const KvCache& cache = args.params.cache;
-    const int box = args.box_keys, first_slot = FirstSlot(), page = NextPage();
-    const uint32_t mapped = MappedGroups(page);
+    const bool is_mapped = IsMapped();
+    const int box = args.box_keys, first_slot = FirstSlot(), page = is_mapped ? first_page + next_entry : kNoPage;
+    LookUp(first_key - kKeys);
+    const uint32_t mapped = MappedGroups(is_mapped);
     uint64_t* const full = &shared.codes.full[slot.index];
     WaitBarrier(&shared.codes.empty[slot.index], slot.parity, kCodesEmpty);
     if (lane == 0) {
@@ -241,11 +260,11 @@ struct ProducerSm90 {
       ArriveExpecting(full, kKeys * Traits::kStoredBytes + __popc(mapped) * kParamBytes);
     }
     __syncwarp();
-    if (lane_key < kKeys) {
+    if (has_box) {
       CopyBox4(SharedAddress(shared.codes.tile[slot.index]) + lane_key * Traits::kStoredBytes,
-               values ? &args.value : &args.key, full, 0, first_slot, head, page);
-      if (kHasRowParams<Traits::kKvDType> && page != kNoPage) {
-        const char* params = static_cast<const char*>(values ? cache.value_params : cache.key_params);
+               kValues ? &args.value : &args.key, full, 0, first_slot, head, page);
+      if (kHasRowParams<Traits::kKvDType> && is_mapped) {
+        const char* params = static_cast<const char*>(kValues ? cache.value_params : cache.key_params);
         CopyBytes(SharedAddress(&shared.codes.row_params[slot.index][lane_key]),
                   params + CacheRow(cache, page, head, first_slot) * 4, box * 4, full);
       }
@@ -254,61 +273,51 @@ struct ProducerSm90 {
     first_key -= kKeys;
   }
 
-  __device__ void CopyBox(uint32_t to, const CUtensorMap* map, uint64_t* full, int c0, int c1, int c2, int c3) const {
-    if (args.schedule.cluster > 1) {
-      CopyBox4ToCluster(to, map, full, c0, c1, c2, c3, (1 << kCluster) - 1);
-    } else {
-      CopyBox4(to, map, full, c0, c1, c2, c3);
-    }
-  }
-
-  // A block's keys or values into the ring. Values that some row may not see are looked at before consumers get them;
-  // whether a block has such, all blocks of a cluster must say alike, since each copies into the others.
+  // A block's keys or values into the ring. Values that some row may not see are looked at before consumers get them.
   __device__ void LoadBlock(TileSm90<Traits>& tile) {
-    uint64_t* const full = values ? &shared.value_full[slot.index] : &shared.key_full[slot.index];
-    const CUtensorMap* const map = values ? &args.value : &args.key;
-    const uint32_t to = SharedAddress(values ? shared.value[slot.index] : shared.key[slot.index]);
-    const int panels = values ? Traits::kValuePanels : Traits::kPanels, bytes = panels * kKeys * 128;
-    int page = kNoPage, first_slot = 0;
+    uint64_t* const full = kValues ? &shared.value_full[slot.index] : &shared.key_full[slot.index];
+    const CUtensorMap* const map = kValues ? &args.value : &args.key;
+    const uint32_t to = SharedAddress(kValues ? shared.value[slot.index] : shared.key[slot.index]);
+    constexpr int kBytes = KeyTile::kPanels * kKeys * 128;
+    int group = kNoGroups;
     uint32_t mapped = kAllMapped;
     if constexpr (kPaged) {
-      first_slot = FirstSlot();
-      page = NextPage();
-      mapped = MappedGroups(page);
+      const bool is_mapped = IsMapped();
+      if (is_mapped) group = first_group + next_entry * page_groups + (FirstSlot() >> 3);
+      LookUp(first_key - kKeys);
+      mapped = MappedGroups(is_mapped);
     }
-    const bool in_part = values && (mapped != kAllMapped || !common.HoldsAll(first_key, kKeys) ||
-                                    SegmentsOfKeys(args.params, 0) != nullptr);
+    const bool in_part = kValues && (mapped != kAllMapped || !common.HoldsAll(first_key, kKeys) ||
+                                     SegmentsOfKeys(args.params, 0) != nullptr);
     uint64_t* const landed = in_part ? &shared.value_landed[slot.index] : full;
-    WaitBarrier(values ? &shared.value_empty[slot.index] : &shared.key_empty[slot.index], slot.parity,
-                values ? kValueEmpty : kKeyEmpty);
+    WaitBarrier(kValues ? &shared.value_empty[slot.index] : &shared.key_empty[slot.index], slot.parity,
+                kValues ? kValueEmpty : kKeyEmpty);
     if (lane == 0) {
-      if (kPaged && !values) shared.mapped[slot.index] = mapped;
-      ArriveExpecting(landed, bytes);
+      if (kPaged && !kValues) shared.mapped[slot.index] = mapped;
+      ArriveExpecting(landed, kBytes);
     }
     if constexpr (kPaged) {
       __syncwarp();
-      if (lane_key >= share_begin && lane_key < share_begin + share) {
-        for (int panel = 0; panel < panels; ++panel) {
-          CopyBox(to + (panel * kKeys + lane_key) * 128, map, landed, panel * 64, first_slot, head, page);
-        }
-      }
+      if (has_box) CopyBox4(to + lane_key * (KeyTile::kPanels * 128), map, landed, 0, 0, 0, group);
     } else if (lane == 0) {
-      for (int panel = 0; panel < panels; ++panel) {
-        CopyBox(to + (panel * kKeys + share_begin) * 128, map, landed, panel * 64, head,
-                first_row + first_key + share_begin, array);
+      for (int panel = 0; panel < KeyTile::kPanels; ++panel) {
+        CopyBox4(to + panel * KeyTile::kPanelBytes, map, landed, panel * 64, head, first_row + first_key, array);
       }
     }
     __syncwarp();
-    if (in_part) {
-      WaitBarrier(landed, landed_parities >> slot.index & 1u, kValueLanded);
-      landed_parities ^= 1u << slot.index;
-      const bool found = TakeOutNonFinite<E, kKeys, Traits::kValueDim>(shared.value[slot.index], seen, first_key);
-      __syncwarp();
-      if (lane == 0) {
-        if (found) tile.non_finite = 1;
-        Arrive(full);
+    if constexpr (kValues) {
+      if (in_part) {
+        WaitBarrier(landed, landed_parities >> slot.index & 1u, kValueLanded);
+        landed_parities ^= 1u << slot.index;
+        const bool found =
+            TakeOutNonFinite<E, KeyTile, kKeys * Traits::kValueDim>(shared.value[slot.index], seen, first_key);
+        __syncwarp();
+        if (lane == 0) {
+          if (found) tile.non_finite = 1;
+          Arrive(full);
+        }
+        __syncwarp();
       }
-      __syncwarp();
     }
     slot.Advance();
     first_key -= kKeys;
@@ -331,10 +340,10 @@ struct ProducerSm90 {
 
   // A tile's blocks, from the last to the first; with the keys the query rows.
   __device__ void Load(TileSm90<Traits>& tile) {
-    int block = tile.unit_end - 1;
-    const int end = tile.unit_begin;
+    int block = tile.end - 1;
+    const int end = tile.begin;
     if (block >= end) StartRun(tile, block);
-    if (!values && tile.end > tile.begin) LoadQuery(tile);
+    if (!kValues && block >= end) LoadQuery(tile);
     const auto next = [&] {
       if (block < run_begin) StartRun(tile, block);
       --block;
@@ -343,7 +352,7 @@ struct ProducerSm90 {
       const int count = 2 * (block + 1 - end);
 #pragma unroll 1
       for (int i = 0; i < count; ++i, slot.Advance()) {
-        if (HoldsValues(i, count) != values) continue;
+        if (HoldsValues(i, count) != kValues) continue;
         next();
         LoadCodes();
       }
@@ -366,7 +375,7 @@ struct ConsumerSm90 {
   static constexpr int kKeys = Traits::kKeys, kDim = Traits::kDim, kValueDim = Traits::kValueDim;
   static constexpr int kStages = Traits::kStages, kConsumers = Traits::kConsumers;
   static constexpr int kSteps = kDim / 16, kQuerySteps = Traits::kQuerySteps;  // of the first product
-  static constexpr uint32_t kAllMapped = ProducerSm90<Traits, Params>::kAllMapped;
+  static constexpr uint32_t kAllMapped = kAllMappedSm90<Traits>;
   static constexpr bool kPaged = std::is_same_v<Params, PagedAttentionParams>;
   static constexpr float kSlack = 8.f;   // in exponents of 2: probabilities up to 256, far inside E
   static constexpr float kFar = 1024.f;  // exponents of 2; half an ulp there is 2^-14
@@ -387,8 +396,6 @@ struct ConsumerSm90 {
   const TileRows<Traits::kRows>* rows = nullptr;  // of the tile
   RingSlot<kStages> key_slot{0}, value_slot{0};
   uint32_t query_parity = 0;
-  const int peer_lane;         // that arrives at the barriers of the cluster's other block; kWarp: there is none
-  const uint32_t peer_offset;  // from a shared address here to the other block's
 
   // Rows Row(0) and Row(1) of the tile.
   float o[kValueDim / 8][4];
@@ -411,10 +418,7 @@ struct ConsumerSm90 {
         shared(shared),
         warpgroup(warpgroup),
         turn(kTightEnds ? static_cast<int>(threadIdx.x) / kWarpgroup - 1 : warpgroup),
-        rule(MakeScoreRule(args.params.score)),
-        peer_lane(args.schedule.cluster > 1 ? 1 : kWarp),
-        peer_offset(AddressIn((RankInCluster(args.schedule) ^ 1) % args.schedule.cluster, SharedAddress(&shared)) -
-                    SharedAddress(&shared)) {}
+        rule(MakeScoreRule(args.params.score)) {}
 
   __device__ __forceinline__ int Row(int half) const {
     return 64 * warpgroup + thread / kWarp * 16 + 8 * half + lane / 4;
@@ -458,13 +462,14 @@ struct ConsumerSm90 {
   __device__ static int Uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
   __device__ __forceinline__ void IssueScores() {
-    const uint64_t query = TileDescriptor(SharedAddress(shared.query) + warpgroup * (64 * 128), 0);
-    const uint64_t keys = TileDescriptor(SharedAddress(shared.key[Uniform(key_slot.index)]), 0);
+    using Tile = KeyTileSm90<Traits, Params, kDim>;
+    const uint64_t query = TileDescriptor(SharedAddress(shared.query) + warpgroup * (64 * 128), 0, 1024);
+    const uint64_t keys = TileDescriptor(SharedAddress(shared.key[Uniform(key_slot.index)]), 0, Tile::kGroupBytes);
     WgmmaFence();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       const int panel = k / 4, column = k % 4 * 32;
-      const uint64_t some_keys = MoveDescriptor(keys, panel * kKeys * 128 + column);
+      const uint64_t some_keys = MoveDescriptor(keys, panel * Tile::kPanelBytes + column);
       if constexpr (kQuerySteps > 0) {
         if (InRegisters(k)) {
           WgmmaRegistersByRows<E, kKeys>(s, q[QueryStep(k)], some_keys, k > 0);
@@ -477,10 +482,14 @@ struct ConsumerSm90 {
   }
 
   __device__ __forceinline__ void IssueValues() {
-    const uint64_t values = TileDescriptor(SharedAddress(shared.value[Uniform(value_slot.index)]), kKeys * 128);
+    using Tile = KeyTileSm90<Traits, Params, kValueDim>;
+    const uint64_t values =
+        TileDescriptor(SharedAddress(shared.value[Uniform(value_slot.index)]), Tile::kPanelBytes, Tile::kGroupBytes);
     WgmmaFence();
 #pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) WgmmaRegisters<E, kValueDim>(o, p[k], MoveDescriptor(values, k * 2048));
+    for (int k = 0; k < kKeys / 16; ++k) {
+      WgmmaRegisters<E, kValueDim>(o, p[k], MoveDescriptor(values, k * 2 * Tile::kGroupBytes));
+    }
     WgmmaCommit();
   }
 
@@ -490,18 +499,13 @@ struct ConsumerSm90 {
   __device__ __forceinline__ void WaitValues() {
     WaitBarrier(&shared.value_full[value_slot.index], value_slot.parity, kValueFull);
   }
-  // Tells the producers of all blocks that copy a share of the tile.
-  __device__ __forceinline__ void Release(uint64_t* empty) const {
-    ArriveByWarp(empty);
-    if (lane == peer_lane) ArriveInCluster(peer_offset + SharedAddress(empty));
-  }
   __device__ __forceinline__ void ReleaseKeys(bool last) {
-    Release(&shared.key_empty[key_slot.index]);
+    ArriveByWarp(&shared.key_empty[key_slot.index]);
     key_slot.Advance();
     if (last && args.query_by_copy) ArriveByWarp(&shared.query_empty);
   }
   __device__ __forceinline__ void ReleaseValues() {
-    Release(&shared.value_empty[value_slot.index]);
+    ArriveByWarp(&shared.value_empty[value_slot.index]);
     value_slot.Advance();
   }
 
@@ -662,17 +666,6 @@ struct ConsumerSm90 {
 
   // ---- a tile
 
-  // Blocks at the end of the unit that this tile does not see.
-  __device__ __forceinline__ void PassOver(int blocks) {
-#pragma unroll 1
-    for (int i = 0; i < blocks; ++i) {
-      WaitKeys();
-      ReleaseKeys(false);
-      WaitValues();
-      ReleaseValues();
-    }
-  }
-
   // Soft cap, scale and ALiBi where asked for, then -Inf where a row does not see a key.
   __device__ __forceinline__ void ModifyAndMask(const TileSm90<Traits>& tile, int block, uint32_t mapped,
                                                 const SeenKeys& seen) {
@@ -770,7 +763,6 @@ struct ConsumerSm90 {
   // tile.rows is filled in. What begins and ends rows is done under products where it can: tiles of 1,024 keys spend a
   // third of their time on it.
   __device__ __forceinline__ void Run(const TileSm90<Traits>& tile) {
-    PassOver(tile.unit_end - tile.end);
     const int begin = tile.begin;
     int block = tile.end - 1;
     if (block < begin) {

@@ -24,11 +24,11 @@ __device__ __forceinline__ uint4 FiniteOrZero(uint4 x) {
   return {FiniteOrZero<E>(x.x), FiniteOrZero<E>(x.y), FiniteOrZero<E>(x.z), FiniteOrZero<E>(x.w)};
 }
 
-// From a tile of V, by a warp. Whether some were of keys that some row of the unit sees.
-template <class E, int kKeys, int kDim>
+// From a tile of V, by a warp. Whether some were of keys that some row of the tile sees.
+template <class E, class Tile, int kElements>
 __device__ __forceinline__ bool TakeOutNonFinite(E* tile, RunRange seen, int first_key) {
   uint4* const chunks = reinterpret_cast<uint4*>(tile);
-  constexpr int kChunks = kKeys * kDim / kChunk;
+  constexpr int kChunks = kElements / kChunk;
   const int lane = threadIdx.x % kWarp;
   uint32_t sums[4] = {0, 0, 0, 0};  // of 0 times each
 #pragma unroll 8
@@ -45,7 +45,7 @@ __device__ __forceinline__ bool TakeOutNonFinite(E* tile, RunRange seen, int fir
   for (int i = lane; i < kChunks; i += kWarp) {
     const uint4 x = chunks[i];
     if (!HasNonFinite<E>(x)) continue;
-    found = found || seen.Holds(first_key + i / 8 % kKeys);  // panels follow each other
+    found = found || seen.Holds(first_key + Tile::Key(i));
     chunks[i] = FiniteOrZero<E>(x);
   }
   FenceAsyncProxy();
@@ -80,7 +80,7 @@ __device__ __forceinline__ void AddNonFinite(const Params& params, const TileSm9
     const KeyBlockView view = ViewBlock(params, tile, block, ~0u);
     // Nothing was taken from blocks that all rows see whole.
     const bool whole = tile.all_mapped && view.key_segments == nullptr &&
-                       tile.unit_common[view.run_index].HoldsAll(view.first_key, kKeys);
+                       tile.blocks.common[view.run_index].HoldsAll(view.first_key, kKeys);
     if (whole) continue;
 #pragma unroll 1
     for (int key = 0; key < kKeys; ++key) {

@@ -15,16 +15,13 @@ constexpr int64_t kWholeTile = -1;
 template <class Traits>
 struct TileSm90 {
   SequenceView view;
-  BlockList<Traits::kKeys> blocks;  // of the unit; seen and common are the tile's own
-  RunRange unit_seen[kRuns];        // what is copied of it: keys that some row of the unit sees
-  RunRange unit_common[kRuns];      // keys that all its rows see
-  int unit_begin, unit_end;         // blocks to copy: all, or a part of them
-  int begin, end;                   // those of them to take in
-  int64_t part;                     // that the result is one of: a place in the workspace; kWholeTile: it goes to out
-  int64_t b;                        // sequence
-  int64_t head;                     // kv head
+  BlockList<Traits::kKeys> blocks;
+  int begin, end;  // those of them to take in: all, or a part of them
+  int64_t part;    // that the result is one of: a place in the workspace; kWholeTile: it goes to out
+  int64_t b;       // sequence
+  int64_t head;    // kv head
   int64_t first_row;
-  int num_rows;     // 0: the unit has no tile for this block
+  int num_rows;
   bool last;        // there is no tile here, and none will come
   bool all_mapped;  // all pages with keys that some row of the tile sees
   int plain_from;   // PlainFrom() of the last block but one

@@ -1,7 +1,6 @@
-"""Hopper prefill in clusters of two blocks gives the bits of single blocks, whatever the neighbours' tiles see.
+"""Hopper prefill of calls of many tiles, larger than the common cases: blocks that go from tile to tile.
 
-Clusters are for calls of many tiles, larger than the common cases; a window that hides nothing keeps them away. Which
-head dims and arrays they are chosen for is ChooseCluster's (launch_sm90.cuh); all are tried here.
+A window that hides nothing changes no bit; the sm80 family gives the values.
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ def normal(seed, *shape, dtype=jnp.bfloat16):
 
 
 def check(call):
-    """Bits of `call(local_window_size=, implementation=)` in clusters and without; the values of the sm80 family."""
+    """Bits of `call(local_window_size=, implementation=)` with a window and without; the values of the sm80 family."""
     out, lse = call(local_window_size=None, implementation="cuda")
     assert np.isfinite(np.asarray(out, np.float32)).all()
     for result, expected in zip((out, lse), call(local_window_size=NO_WINDOW, implementation="cuda"), strict=True):
@@ -41,7 +40,7 @@ def check(call):
 DENSE = dict(
     causal=dict(is_causal=True),
     full=dict(),
-    odd=dict(T=1400, heads=(2, 2), is_causal=True),  # 11 tiles: the last one's neighbour has none
+    odd=dict(T=1400, heads=(2, 2), is_causal=True),  # 11 tiles: the one in the middle makes no pair
     odd_group=dict(heads=(3, 1), is_causal=True),  # consumers load the query's rows
     fp16=dict(dtype=jnp.float16, is_causal=True),
     d64=dict(D=64, T=2100, is_causal=True),
@@ -52,9 +51,10 @@ DENSE = dict(
     lens=dict(B=3, is_causal=True, query_seq_lengths=[1408, 0, 1000], key_value_seq_lengths=[1300, 1408, 7]),
     modified=dict(is_causal=True, logits_soft_cap=20.0, alibi=True),
     segments=dict(B=2, segments=True),
-    # More units than the card has pairs of SMs: clusters go from one to the next.
+    # More tiles than the card has SMs.
     stay=dict(heads=(16, 16)),
-    stay_in_pairs=dict(B=8, heads=(16, 16), is_causal=True),
+    stay_in_pairs=dict(B=8, heads=(16, 16), is_causal=True),  # the last heads' tiles one by one
+    stay_odd=dict(B=5, T=1200, heads=(7, 7), is_causal=True),  # heads of 5 items: no whole round of 132
     stay_d64=dict(B=2, D=64, T=2100, heads=(16, 16)),
 )
 
@@ -143,7 +143,7 @@ def test_pages(page_size, prefix):
 
 
 def test_garbage():
-    """Any int32 in page ids, lengths, layers: no hang, and the bits of single blocks. Ranges in order, past the end too."""
+    """Any int32 in page ids, lengths, layers: no hang, and the same bits twice. Ranges in order, past the end too."""
     rng = np.random.default_rng(1)
     pages, page_size, heads, batch = 90, 16, 8, 3
     cache = ta.PagedKVCache.create(pages, heads, 128, page_size=page_size, num_layers=2)
