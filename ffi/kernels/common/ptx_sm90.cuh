@@ -134,6 +134,24 @@ __device__ __forceinline__ void ArriveNamed(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// SyncNamed, and whether `condition` is true in any of the threads.
+__device__ __forceinline__ bool SyncNamedOr(int id, int threads, bool condition) {
+  uint32_t any;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbarrier.cta.red.or.pred q, %2, %3, p;\nselp.b32 %0, 1, 0, q;\n}"
+      : "=r"(any)
+      : "r"(static_cast<uint32_t>(condition)), "r"(id), "r"(threads)
+      : "memory");
+  return any != 0;
+}
+
+// stmatrix.x4: four 8 x 8 matrices of 16-bit elements, as ldmatrix reads them (see ptx.cuh).
+__device__ __forceinline__ void StoreMatrix4(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // ---- tensor copies
 
 __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {

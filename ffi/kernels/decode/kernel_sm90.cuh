@@ -3,8 +3,11 @@
 #ifndef TURBOATTN_KERNELS_DECODE_KERNEL_SM90_CUH_
 #define TURBOATTN_KERNELS_DECODE_KERNEL_SM90_CUH_
 
+#include <type_traits>
+
 #include "kernels/decode/kernel.cuh"
 #include "kernels/decode/mainloop_sm90.cuh"
+#include "kernels/decode/mainloop_sm90_columns.cuh"
 
 namespace turboattn::decode {
 
@@ -37,11 +40,15 @@ __device__ void FindPart(const PagedAttentionParams& params, const CallFacts& fa
 }
 
 template <class Traits>
+using SharedOfSm90 = std::conditional_t<Traits::kSplitsColumns, SharedSm90Columns<Traits>, SharedSm90<Traits>>;
+
+template <class Traits>
 __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
     DecodeSm90(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts facts) {
   constexpr int kThreads = Traits::kThreads, kWarpsBarrier = 1;
   extern __shared__ __align__(128) unsigned char s_ring_bytes[];
-  SharedSm90<Traits>& shared = *reinterpret_cast<SharedSm90<Traits>*>(s_ring_bytes);
+  using Shared = SharedOfSm90<Traits>;
+  Shared& shared = *reinterpret_cast<Shared*>(s_ring_bytes);
   LaunchDependents();  // the merge
   if (threadIdx.x == kThreads) {
     for (int i = 0; i < Traits::kSteps; ++i) {
@@ -98,34 +105,47 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
         __threadfence_block();  // ptxas lets an arrival go before the stores that it follows: the copier reads them
         Arrive(&shared.stored);
       });
-      MainloopSm90<Traits> mainloop(params, shared, part, place);
-      mainloop.TakeQuery();
-      mainloop.Run();
+      if constexpr (Traits::kSplitsColumns) {
+        MainloopSm90Columns<Traits> mainloop(params, shared, part, place, kWarpsBarrier);
+        mainloop.TakeQuery();
+        mainloop.Run();
+        mainloop.Publish(sync);
+        WritePart<Traits>(params, shared, part.share, part.head, part.first_row, part.rows, part.first_block,
+                          part.num_blocks, part.position, [&](int row, int d, float* max, float* sum) {
+                            return mainloop.Columns(shared, row, d, max, sum);
+                          });
+        __syncwarp();
+        if (threadIdx.x % kWarp == 0) Arrive(&shared.done[n % kParts]);
+      } else {
+        MainloopSm90<Traits> mainloop(params, shared, part, place);
+        mainloop.TakeQuery();
+        mainloop.Run();
 
-      // The warps' outputs take the place of the next steps.
-      const int first_slot = place.index;
+        // The warps' outputs take the place of the next steps.
+        const int first_slot = place.index;
 #pragma unroll 1
-      for (int i = 0; i < Traits::kOutputSteps; ++i) {
-        WaitBarrier(&shared.full[place.index], place.parity, kWaitOutputs);
-        place.Advance();
-      }
-      const auto slot_of = [&](int step) { return (first_slot + step) % Traits::kSteps; };
-      const auto output = [&](int w) -> WarpOutput<Traits>& {
-        return reinterpret_cast<WarpOutput<Traits>*>(
-            shared.tile[slot_of(w / Traits::kStepOutputs)])[w % Traits::kStepOutputs];
-      };
-      mainloop.Publish(output(warp), shared.states);
-      sync();
-      WritePart<Traits>(params, shared, part.share, part.head, part.first_row, part.rows, part.first_block,
-                        part.num_blocks, part.position, [&](int row, int d, float* max, float* sum) {
-                          return SumOverWarps<Traits>(
-                              shared.states, row, [&](int w) { return &output(w).o[row][d]; }, max, sum);
-                        });
-      __syncwarp();
-      if (threadIdx.x % kWarp == 0) {
+        for (int i = 0; i < Traits::kOutputSteps; ++i) {
+          WaitBarrier(&shared.full[place.index], place.parity, kWaitOutputs);
+          place.Advance();
+        }
+        const auto slot_of = [&](int step) { return (first_slot + step) % Traits::kSteps; };
+        const auto output = [&](int w) -> WarpOutput<Traits>& {
+          return reinterpret_cast<WarpOutput<Traits>*>(
+              shared.tile[slot_of(w / Traits::kStepOutputs)])[w % Traits::kStepOutputs];
+        };
+        mainloop.Publish(output(warp), shared.states);
+        sync();
+        WritePart<Traits>(params, shared, part.share, part.head, part.first_row, part.rows, part.first_block,
+                          part.num_blocks, part.position, [&](int row, int d, float* max, float* sum) {
+                            return SumOverWarps<Traits>(
+                                shared.states, row, [&](int w) { return &output(w).o[row][d]; }, max, sum);
+                          });
+        __syncwarp();
+        if (threadIdx.x % kWarp == 0) {
 #pragma unroll 1
-        for (int i = 0; i < Traits::kOutputSteps; ++i) Arrive(&shared.empty[slot_of(i)]);
-        Arrive(&shared.done[n % kParts]);
+          for (int i = 0; i < Traits::kOutputSteps; ++i) Arrive(&shared.empty[slot_of(i)]);
+          Arrive(&shared.done[n % kParts]);
+        }
       }
     }
   }

@@ -172,8 +172,8 @@ struct WarpProducts {
   static constexpr bool kRowParams = kHasRowParams<Traits::kKvDType>, kFp8 = Traits::kKvDType == DType::kFloat8E4M3;
   static constexpr int kDim = Traits::kDim, kRows = Traits::kRows, kColumns = Traits::kColumns;
   static constexpr int kStoredChunks = Traits::kStoredChunks, kKeyTiles = Traits::kKeyTiles;
-  static constexpr int kTiles = kDim / 16 + (kRowParams ? 1 : 0);  // of O^T; the last with the middle of the codes
-  static constexpr float kCodeUnit = 0x1p24f;                      // what makes a number of a subnormal code
+  static constexpr int kTiles = Traits::kOutputTiles + (kRowParams ? 1 : 0);  // of O^T; the last: the codes' middle
+  static constexpr float kCodeUnit = 0x1p24f;                                 // what makes a number of a subnormal code
   // How far, in exponents of 2, a score may pass the maximum that probabilities count from before that follows: most
   // maxima grow a little in every other step, and with them all sums and outputs would have to be scaled.
   static constexpr float kSlack = 4.f;
@@ -256,9 +256,18 @@ struct WarpProducts {
     return {row.scale, fmaf(row.scale, static_cast<float>(Codes::kMiddle), row.zero)};
   }
 
-  // s = K Q^T of the step's tiles. A product waits for the one before it that adds to the same sums: with one tile of
-  // columns, a key tile has two tiles of them.
+  // s = K Q^T of the step's tiles.
   __device__ void MultiplyKeys(const WarpTile (&tiles)[kKeyTiles], float (&s)[kKeyTiles][kColumns][4]) {
+    MultiplyStoredKeys(tiles, s);
+    if constexpr (Traits::kQuantised) {
+#pragma unroll
+      for (int t = 0; t < kKeyTiles; ++t) ScaleScores(tiles[t], s[t]);
+    }
+  }
+
+  // The same, codes without their scales. A product waits for the one before it that adds to the same sums: with one
+  // tile of columns, a key tile has two tiles of them.
+  __device__ void MultiplyStoredKeys(const WarpTile (&tiles)[kKeyTiles], float (&s)[kKeyTiles][kColumns][4]) {
     float other[kKeyTiles][4] = {};
     if constexpr (Traits::kQuantised) {
       constexpr int kPairs = Codes::kPerWord / 2;
@@ -312,7 +321,6 @@ struct WarpProducts {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[t][0][e] += other[t][e];
       }
-      if constexpr (Traits::kQuantised) ScaleScores(tiles[t], s[t]);
     }
   }
 
@@ -323,15 +331,19 @@ struct WarpProducts {
     return code_query.unit[r] * key_scale;
   }
 
+  // int8, int4: of this lane's keys.
+  __device__ void LoadKeyScale(const WarpTile& tile, RowScale (&scale)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      scale[half] = Centred(ScaleOf(tile, 0, lane / 4 + 8 * half));
+      scale[half].zero = fmaf(scale[half].scale, 0.f, scale[half].zero);  // a key with a scale of Inf is NaN
+    }
+  }
+
   // From products with codes to scores.
   __device__ void ScaleScores(const WarpTile& tile, float (&s)[kColumns][4]) {
     RowScale scale[2];
-    if constexpr (kRowParams) {
-      for (int half = 0; half < 2; ++half) {
-        scale[half] = Centred(ScaleOf(tile, 0, lane / 4 + 8 * half));
-        scale[half].zero = fmaf(scale[half].scale, 0.f, scale[half].zero);  // a key with a scale of Inf is NaN
-      }
-    }
+    if constexpr (kRowParams) LoadKeyScale(tile, scale);
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
@@ -527,6 +539,10 @@ struct WarpProducts {
   __device__ float ChangeWeightUnit(float scale) {
     if (!__any_sync(~0u, scale * weight_unit > kMaxWeight)) return 1.f;
     for (int step = 4; step < 32; step *= 2) scale = fmaxf(scale, __shfl_xor_sync(~0u, scale, step));
+    return SetWeightUnit(scale);
+  }
+  // For `scale`, the largest.
+  __device__ float SetWeightUnit(float scale) {
     const int exponent = static_cast<int>(FloatToBits(scale) >> 23);  // scale < 2^(exponent - 126)
     const float next = BitsToFloat(static_cast<uint32_t>(::max(254 + 10 - exponent, 1)) << 23);
     const float factor = next * Reciprocal(weight_unit);  // powers of two
@@ -552,10 +568,14 @@ struct WarpProducts {
 #pragma unroll
       for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
+        for (int e = 0; e < (Traits::kSplitsColumns ? 2 : 4); ++e) {
           if (!Sees(rows, 8 * n + lane % 4 * 2 + e % 2, block, key)) continue;
+          if constexpr (Traits::kSplitsColumns) {
+            zeros[n][e] = QuietNan();  // joins all columns
+          } else {
 #pragma unroll
-          for (int d = 0; d < kDim / 16; ++d) o[d][n][e] = QuietNan();
+            for (int d = 0; d < kDim / 16; ++d) o[d][n][e] = QuietNan();
+          }
         }
       }
     }

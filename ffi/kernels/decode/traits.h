@@ -43,6 +43,8 @@ struct TraitsSm80 {
   static constexpr int kTileBytes = kWarpKeys * kStoredBytes;
   static constexpr int kKeyTiles = 1;             // of 16 keys, of a warp's step
   static constexpr int kBlockThreads = kThreads;  // of the kernel
+  static constexpr bool kSplitsColumns = false;   // of O, among the warps
+  static constexpr int kOutputTiles = kDim / 16;  // of O^T, of a warp
   static_assert(kKv == kEType || IsQuantised(kKv));
 };
 
@@ -65,6 +67,27 @@ struct TraitsSm90 : TraitsSm80<kEType, kKv, kHeadDim, kRowTile> {
   static constexpr int kStepOutputs = 2 * kArrayBytes / kOutputBytes < kWarps ? 2 * kArrayBytes / kOutputBytes : kWarps;
   static constexpr int kOutputSteps = (kWarps + kStepOutputs - 1) / kStepOutputs;
   static_assert(IsQuantised(kKv) && kOutputSteps < kSteps);
+};
+
+// sm90, units of 16 rows of int4: the warps of a block share values. Each has the probabilities of its own keys and,
+// for all keys of a step, a part of O's columns: a quarter of the outputs, so that there are registers for the query.
+template <DType kEType, DType kKv, int kHeadDim, int kRowTile>
+struct TraitsSm90Columns : TraitsSm80<kEType, kKv, kHeadDim, kRowTile> {
+  using Base = TraitsSm80<kEType, kKv, kHeadDim, kRowTile>;
+  using Base::kDim, Base::kRows, Base::kStoredBytes, Base::kThreads;
+  static constexpr bool kSplitsColumns = true;
+  static constexpr int kBlockThreads = kThreads + kWarp;
+  static constexpr int kBlocks = kResidentSm90;
+  static constexpr bool kQueryInRegisters = true;
+  static constexpr int kKeyTiles = 2;
+  static constexpr int kStepKeys = kKeyTiles * kDecodeKeys;
+  static constexpr int kArrayBytes = kStepKeys * kStoredBytes;
+  static constexpr int kParamBytes = kStepKeys * 4;
+  static constexpr int kSteps = kRingBytesSm90Columns / (2 * (kArrayBytes + kParamBytes));
+  static constexpr int kOutputSteps = 0;  // outputs take the place of weights
+  static constexpr int kOutputTiles = kDim / 16 / kWarps;
+  static constexpr int kOwnChunks = Base::kStoredChunks / kWarps;  // of a value
+  static_assert(kHasRowParams<kKv> && kOwnChunks > 0 && kSteps > 1);
 };
 
 }  // namespace turboattn::decode
