@@ -372,9 +372,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
         TileSm90<Traits>& tile = shared.tiles[slot.index];
         const bool last = tile.last;
         if (!last) {
-          for (int r = threadIdx.x % kWarp; r < Traits::kRows; r += kWarp) {
-            FillTileRow<Traits::kRows>(params, tile.view, tile.head, tile.first_row, tile.num_rows, r, &tile.rows);
-          }
+          FillRows(params, &tile);
           const bool mapped = AllMapped(params, tile);
           if (threadIdx.x % kWarp == 0) {
             tile.all_mapped = mapped;
@@ -407,11 +405,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
     ConsumerSm90<Traits, Params> consumer(args, shared, warpgroup - 1);
     consumer.StartTurns();
     for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
-      WaitBarrier(&shared.rows_full[slot.index], slot.parity, kRowsFull);
+      WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);
       const TileSm90<Traits>& tile = shared.tiles[slot.index];
       if (tile.last) break;
       consumer.rows = &tile.rows;
-      consumer.Run(tile);
+      consumer.Run(tile, slot);
       if (tile.part == kWholeTile) {
         StoreRows<Traits>(params, tile, consumer);
       } else {

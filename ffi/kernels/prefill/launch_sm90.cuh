@@ -94,8 +94,6 @@ cudaError_t EncodeKeys(const PagedAttentionParams& params, const void* array, in
                          {Traits::kQuantised ? Traits::kStoredBytes : 64, box, 1, 1});
 }
 
-// Blocks that take many tiles end together only when they take many.
-constexpr int64_t kItemsOfWorker = 4;
 // Heads whose keys and values are taken together: few, since what L2 loses is read from memory again. 32 MB instead
 // took 16 % of 16 x 1024 on an H200.
 constexpr int64_t kSectionBytes = int64_t{2} << 20;
@@ -135,7 +133,7 @@ ScheduleSm90 ChooseSchedule(const Params& params, int sms) {
   // Of ranges there may be far fewer tiles than MaxTiles, which counts one for the end of each sequence.
   const int64_t full = QueryRows(params) * params.num_heads / Traits::kRows;
   const bool uniform = UniformQueryLength(params) > 0 && BatchOf(params) > 0;
-  if (parts == 0 && (uniform || full >= kItemsOfWorker * sms)) {
+  if (parts == 0 && (uniform || full >= sms)) {
     return MakeSchedule<Traits>(params, params.score.is_causal, sms);
   }
   // Blocks for the full ones, which look for the others too.

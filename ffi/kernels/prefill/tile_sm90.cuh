@@ -29,6 +29,46 @@ struct TileSm90 {
   TileRows<Traits::kRows> rows;
 };
 
+// FillTileRow of all rows, by a warp. What is the same for all rows is worked out once: for a block's first tile every
+// instruction is waited for.
+template <class Traits, class Params>
+__device__ __forceinline__ void FillRows(const Params& params, TileSm90<Traits>* tile) {
+  const SequenceView& view = tile->view;
+  const uint32_t group = GroupOf(params);
+  const int64_t first_token = Divide(tile->first_row, group);
+  const uint32_t skipped = static_cast<uint32_t>(tile->first_row - first_token * group);  // heads of the first token
+  const KeyRange first_seen = VisibleKeys(view.rule, view.position + first_token);
+  const bool lo_moves = view.rule.left != -1, hi_moves = first_seen.hi != kAllPositions;
+#pragma unroll 1
+  for (int r = threadIdx.x % kWarp; r < Traits::kRows; r += kWarp) {
+    const uint32_t t = (skipped + r) / group;
+    const int64_t i = first_token + t;
+    const int query_head = static_cast<int>(tile->head * group + (skipped + r - t * group));
+    const bool exists = r < tile->num_rows && i < view.q_len;  // dense rows past query_lens see nothing
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      const KeyRun& keys = view.runs[run];
+      RunRange seen = {0, 0};
+      if (exists && keys.count > 0) {
+        if (keys.stride == 1) {
+          seen.lo = static_cast<int>(Clamp(first_seen.lo + (lo_moves ? t : 0) - keys.first, 0, keys.count));
+          seen.hi = static_cast<int>(Clamp(first_seen.hi + (hi_moves ? t : 0) - keys.first, seen.lo, keys.count));
+        } else {
+          seen = view.UnionOf(run, i, i);
+        }
+      }
+      tile->rows.lo[run][r] = seen.lo;
+      tile->rows.hi[run][r] = seen.hi;
+    }
+    tile->rows.position[r] = view.position + i;
+    tile->rows.token[r] = view.first_token + i;
+    tile->rows.head[r] = query_head;
+    tile->rows.slope[r] = exists && params.score.alibi_slopes != nullptr ? params.score.alibi_slopes[query_head] : 0.f;
+    tile->rows.segment[r] =
+        exists && SegmentsOfQueries(params) != nullptr ? SegmentsOfQueries(params)[view.first_token + i] : 0;
+  }
+}
+
 template <class Traits, class Params>
 __device__ __forceinline__ KeyBlockView ViewBlock(const Params& params, const TileSm90<Traits>& tile, int block,
                                                   uint32_t mapped) {
