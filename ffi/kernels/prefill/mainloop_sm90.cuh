@@ -101,7 +101,6 @@ struct SharedSm90 {
   alignas(1024) E value[Traits::kStages][Traits::kKeys * Traits::kValueDim];
   CodeRingSm90<Traits> codes;
   uint64_t query_full, query_empty;
-  uint64_t first_key_full;  // once: the block's first keys have landed
   uint64_t key_full[Traits::kStages], key_empty[Traits::kStages];
   uint64_t value_full[Traits::kStages], value_empty[Traits::kStages];
   uint64_t value_landed[Traits::kStages];  // of blocks that are looked at before consumers get them
@@ -115,7 +114,6 @@ struct SharedSm90 {
     constexpr int kConsumerWarps = 4 * Traits::kConsumers, kConverterWarps = Traits::kQuantised ? 4 : 0;
     constexpr int kFullArrivals = Traits::kQuantised ? kConverterWarps : 1;
     InitBarrier(&query_full, 1);
-    InitBarrier(&first_key_full, 1);
     InitBarrier(&query_empty, kConsumerWarps);
     for (int i = 0; i < Traits::kStages; ++i) {
       InitBarrier(&key_full[i], kFullArrivals);
@@ -185,9 +183,6 @@ struct ProducerSm90 {
   SharedSm90<Traits>& shared;
   const int lane = threadIdx.x % kWarp;
   RingSlot<Traits::kQuantised ? Traits::kCodeStages : kStages> slot{1};
-  // The next block of keys is this thread block's first. All SMs ask for theirs at once, and those that their first
-  // scores are made of are not to wait behind others'.
-  bool is_first = true;
   uint32_t query_parity = 1;
   uint32_t landed_parities = 0;  // bit i: of value_landed[i]
   // The next block.
@@ -366,13 +361,7 @@ struct ProducerSm90 {
 #pragma unroll 1
       while (block >= end) {
         next();
-        if (kValues && is_first) WaitBarrier(&shared.first_key_full, 0, kKeyFull);
         LoadBlock(tile);
-        if (!kValues && is_first) {
-          WaitBarrier(&shared.key_full[0], 0, kKeyFull);
-          if (lane == 0) Arrive(&shared.first_key_full);
-        }
-        is_first = false;
       }
     }
   }
