@@ -103,9 +103,7 @@ def dense(kv_dtype, implementation):
     return call, arrays, jnp.array([700, 1, 333], jnp.int32)
 
 
-CALLS = dict(
-    decode=decode, long_decode=long_decode, wide_decode=wide_decode, prefill=prefill, step=step, dense=dense
-)
+CALLS = dict(decode=decode, long_decode=long_decode, wide_decode=wide_decode, prefill=prefill, step=step, dense=dense)
 
 
 def bits(tree):
