@@ -121,15 +121,15 @@ def copy_pages(rng, row):
 
 
 def many_tiles(rng, row):
-    """A call whose blocks go from tile to tile in the sm90 prefill kernels: an odd number of tiles, over 1,024 keys.
-
-    Of plain arrays more of them than a card of 132 SMs has blocks.
+    """A causal call whose blocks go from tile to tile in the sm90 prefill kernels: more tiles than a card of 132 SMs has
+    blocks, an odd number of a sequence and kv head, over 1,024 keys.
     """
     (head_dim, value_dim), dtype = dims(row), row["dtype"]
     if row["phase"] == "attention":
-        return ta.attention, tuple(normal(rng, dtype, 1290, 13, d) for d in (head_dim, head_dim, value_dim))
-    tokens = 2060
-    query = normal(rng, dtype, tokens, 1, head_dim)
+        causal = functools.partial(ta.attention, is_causal=True)
+        return causal, tuple(normal(rng, dtype, 1290, 13, d) for d in (head_dim, head_dim, value_dim))
+    tokens, group = 1064, 16
+    query = normal(rng, dtype, tokens, group, head_dim)
     pages = -(-tokens // 64)
     pool = ta.PagedKVCache.create(pages, 1, head_dim, value_dim=value_dim, page_size=64, dtype=dtype)
     table = rng.permutation(pages).astype(np.int32)[None]

@@ -32,6 +32,10 @@ def check(call):
         expected, expected_lse = call(local_window_size=None, implementation="cuda:sm80")
     except NotImplementedError:  # D = 192
         return
+    check_values(out, lse, expected, expected_lse)
+
+
+def check_values(out, lse, expected, expected_lse):
     np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=2e-3)
     out, expected = (np.asarray(x, np.float32) for x in (out, expected))
     np.testing.assert_allclose(out, expected, rtol=0, atol=0.02 * np.abs(expected).max())
@@ -96,7 +100,7 @@ def test_packed():
     lens = np.array([1500, 0, 1300, 700, 2000])
     offsets = jnp.array(np.concatenate([[0], np.cumsum(lens)]), jnp.int32)
     tokens = int(lens.sum()) + 9
-    query, key, value = normal(0, tokens, 2, 128), normal(1, tokens, 2, 128), normal(2, tokens, 2, 128)
+    query, key, value = (normal(i, tokens, 4, 128) for i in range(3))  # 172 full tiles: blocks that stay
     check(
         lambda **how: ta.ragged_attention(
             query, key, value, offsets, offsets, is_causal=True, return_residual=True, **how
@@ -143,17 +147,20 @@ def test_pages(page_size, prefix):
 
 
 def test_garbage():
-    """Any int32 in page ids, lengths, layers: no hang, and the same bits twice. Ranges in order, past the end too."""
+    """Any int32 in page ids, lengths, layers: no hang, the same bits twice, and sm80's values.
+
+    Ranges in order, past the end too.
+    """
     rng = np.random.default_rng(1)
     pages, page_size, heads, batch = 90, 16, 8, 3
     cache = ta.PagedKVCache.create(pages, heads, 128, page_size=page_size, num_layers=2)
     cache = dataclasses.replace(cache, key=normal(1, *cache.key.shape), value=normal(2, *cache.value.shape))
     query = normal(3, 4000, heads, 128)
 
-    @functools.partial(jax.jit, static_argnames="windowed")
-    def call(table, lens, offsets, layer, windowed):
+    @functools.partial(jax.jit, static_argnames=("windowed", "implementation"))
+    def call(table, lens, offsets, layer, windowed, implementation="cuda"):
         window = NO_WINDOW if windowed else None
-        how = dict(max_q_len=4000, local_window_size=window, return_residual=True, implementation="cuda")
+        how = dict(max_q_len=4000, local_window_size=window, return_residual=True, implementation=implementation)
         return ta.paged_attention(query, cache, table, lens, offsets, layer=layer, **how)
 
     for _ in range(40):
@@ -163,8 +170,10 @@ def test_garbage():
         offsets = np.sort(np.where(rng.random(batch + 1) < 0.8, rng.integers(0, 4000, batch + 1), garbage(batch + 1)))
         layer = np.where(rng.random() < 0.9, rng.integers(0, 2), garbage())
         inputs = [np.asarray(x, np.int32) for x in (table, lens, offsets, layer)]
-        for result, expected in zip(call(*inputs, windowed=False), call(*inputs, windowed=True), strict=True):
+        out, lse = call(*inputs, windowed=False)
+        for result, expected in zip((out, lse), call(*inputs, windowed=True), strict=True):
             np.testing.assert_array_equal(result, expected)
+        check_values(out, lse, *call(*inputs, windowed=False, implementation="cuda:sm80"))
     for _ in range(20):  # ranges that overlap: whoever is last writes
         inputs = [garbage(batch, 128), garbage(batch), garbage(batch + 1), np.int32(1)]
         jax.block_until_ready(call(*inputs, windowed=False))

@@ -123,7 +123,8 @@ struct TileWalkSm90 {
 
   __device__ TileWalkSm90(const ArgumentsSm90<Params>& args, const SplitSm90& split) : args(args), split(split) {}
 
-  // To the item of the next round. Rounds of single tiles go there and back: who had a longer tile gets a shorter one.
+  // To the item of the next round. Those of the last heads' single tiles go there and back: who had a longer tile gets
+  // a shorter one.
   __device__ void Advance() {
     const ScheduleSm90& schedule = args.schedule;
     ++round;
@@ -131,7 +132,7 @@ struct TileWalkSm90 {
     item = round * schedule.workers + (back ? schedule.workers - 1 - blockIdx.x : blockIdx.x);
   }
 
-  // The next tile, or one without rows when there is none left.
+  // The next tile, or one that says `last` when there is none left.
   __device__ void Next(TileSm90<Traits>* tile) {
     const Params& params = args.params;
     const ScheduleSm90& schedule = args.schedule;
@@ -139,7 +140,7 @@ struct TileWalkSm90 {
     const int64_t batch = BatchOf(params), kv_heads = KvHeadsOf(params);
     const auto tiles_of = [&](int64_t b) { return CountTiles<kRows>(params, b); };
     const auto pairs_of = [&](int64_t b) {
-      return schedule.in_pairs && (uniform > 0 || 2 * WrittenTokens(params, b) > LengthOf(params, b));
+      return schedule.in_pairs && 2 * WrittenTokens(params, b) > LengthOf(params, b);
     };
     const auto levels_of = [&](int64_t tiles, bool in_pairs) { return in_pairs ? (tiles + 1) / 2 : tiles; };
     int64_t b, index, head, length, part = kWholeTile;

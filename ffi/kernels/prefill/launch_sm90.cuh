@@ -77,21 +77,22 @@ template <class Traits>
 cudaError_t EncodeKeys(const PagedAttentionParams& params, const void* array, int64_t dim, CUtensorMap* map,
                        int* box_keys) {
   const KvCache& cache = params.cache;
-  const int64_t bytes = RowBytes(Traits::kKvDType, dim), elements = Traits::kQuantised ? bytes : dim;  // of a row
-  int box = 8;  // the largest power of two that divides both
+  const int64_t bytes = RowBytes(Traits::kKvDType, dim);  // of a row
+  int box = 8;                                            // the largest power of two that divides both
   while (box < cache.page_size && Traits::kKeys % (2 * box) == 0) box *= 2;
   *box_keys = box;
   const void* const address = array != nullptr ? array : params.query;
-  if constexpr (!Traits::kQuantised) {  // KeyTileSm90::kByGroups
+  if constexpr (Traits::kQuantised) {
+    return EncodeTensorMap(map, Traits::kKvDType, address,
+                           {bytes, cache.page_size, cache.num_kv_heads, cache.num_layers * cache.num_pages},
+                           {bytes, cache.page_size * bytes, cache.num_kv_heads * cache.page_size * bytes},
+                           {Traits::kStoredBytes, box, 1, 1});
+  } else {  // KeyTileSm90::kByGroups; strides need not grow from one dimension to the next
     const int64_t rows = cache.num_layers * cache.num_pages * cache.num_kv_heads * cache.page_size;
     const int panels = static_cast<int>(dim / 64);
     return EncodeTensorMap(map, Traits::kKvDType, address, {64, 8, panels, rows / 8}, {bytes, 128, 8 * bytes},
                            {64, 8, panels, box / 8});
   }
-  return EncodeTensorMap(map, Traits::kKvDType, address,
-                         {elements, cache.page_size, cache.num_kv_heads, cache.num_layers * cache.num_pages},
-                         {bytes, cache.page_size * bytes, cache.num_kv_heads * cache.page_size * bytes},
-                         {Traits::kQuantised ? Traits::kStoredBytes : 64, box, 1, 1});
 }
 
 // Heads whose keys and values are taken together: few, since what L2 loses is read from memory again. 32 MB instead

@@ -27,7 +27,8 @@ namespace turboattn::prefill {
 // Which tiles a block takes: TileWalkSm90.
 struct ScheduleSm90 {
   int64_t workers = 0;                  // blocks of the grid
-  int64_t items = 0;                    // what they share out: tiles, or pairs of tiles; packed calls: at most
+  int64_t items = 0;                    // what they share out: tiles, or pairs of tiles; of packed calls as many tiles
+                                        // as disjoint ranges can make
   int64_t section = 1;                  // uniform calls: (sequence, kv head) pairs that are taken together
   int64_t paired_heads = 0;             // uniform calls: pairs before the last, whose tiles are taken one by one
   int64_t single_from = INT64_MAX / 2;  // the round in which these begin

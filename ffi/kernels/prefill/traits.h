@@ -49,7 +49,6 @@ struct TraitsSm90 {
   static constexpr int kThreads = 128 * (kConsumers + 1 + kQuantised);
   static constexpr int kChunks = kDim / kChunk;  // 16-byte chunks of a row
   static constexpr int kPanels = kDim / 64;      // a tensor copy with the 128-byte swizzle takes 64 columns
-  static constexpr int kValuePanels = kValueDim / 64;
   static constexpr int kStoredBytes = static_cast<int>(RowBytes(kKv, kDim));  // of a stored row; of quantised ones
   static constexpr int kCodeStages = kStoredBytes == 128 ? 3 : 4;             // tiles of codes, of K and V in turn
   // 65,536 registers an SM.
