@@ -814,6 +814,8 @@ def _decode_specs() -> list[Spec]:
         _spec(op, "cp2_int4", cp_size=2, kv_dtype="int4", hints=dict(out_dtype="float32"), tags="cp quantised"),
         _spec(op, "mla", scale=0.125, **_MLA),
         _spec(op, "tree", "tree_mask", Q=5),
+        _spec(op, "tree_int4_16_rows", "tree_mask", Q=2, heads=(16, 2), dim=128, kv_dtype="int4"),
+        _spec(op, "cp2_int4_16_rows", cp_size=2, heads=(32, 2), dim=128, kv_dtype="int4", B=2, tags="cp"),
         _spec(op, "prefix", prefix=2, Q=2),
         _spec(op, "page256", P=256, M=1, B=2),
         _spec(op, "invariant", hints=dict(batch_invariant=True)),

@@ -146,6 +146,14 @@ def one_sequence(rng, row):
     return ta.paged_decode, (query, pool, page_table(rng)[1:2], KV_LENS[1:2])
 
 
+def wide_groups(rng, row):
+    """Units of 16 rows in the decode kernels, one sequence with several steps of their rings."""
+    query = normal(rng, row["dtype"], 2, 16 * K, dims(row)[0])
+    table = rng.permutation(N).astype(np.int32)
+    lens = np.array([N * P - 5, 37], np.int32)
+    return ta.paged_decode, (query, cache(rng, row), np.stack([table, table[::-1]]), lens)
+
+
 CALLS = dict(
     append=append,
     gather=gather,
@@ -171,6 +179,8 @@ def run(row: dict, seed: int = 0) -> None:
         makers.append(many_tiles)
     if row["phase"] == "decode" and row["dtype"] == row["kv_dtype"]:
         makers += [one_sequence, planned]
+    if row["phase"] == "decode" and (row["head_dim"], row["dtype"], row["kv_dtype"]) == (128, "bfloat16", "int4"):
+        makers.append(wide_groups)
     os.environ["JAX_TURBOATTN_IMPLEMENTATION"] = implementation(row)
     for make in makers:
         function, arguments = make(np.random.default_rng(seed), row)

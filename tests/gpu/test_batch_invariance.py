@@ -32,13 +32,17 @@ def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)
 
 
-@functools.cache
 def pool(kv_dtype: str) -> ta.PagedKVCache:
+    return pool_of(kv_dtype, K, D)
+
+
+@functools.cache
+def pool_of(kv_dtype: str, kv_heads: int, dim: int) -> ta.PagedKVCache:
     """Random pages: SHARED ones, and OWN for each sequence of the largest batch."""
     pages = SHARED + OWN * max(BATCHES)
-    cache = ta.PagedKVCache.create(pages, K, D, page_size=P, dtype=kv_dtype)
+    cache = ta.PagedKVCache.create(pages, kv_heads, dim, page_size=P, dtype=kv_dtype)
     if kv_dtype in ("bfloat16", "float8_e4m3fn"):
-        rows = [jnp.asarray(normal(RNG, pages, K, P, D)).astype(cache.key.dtype) for _ in range(2)]
+        rows = [jnp.asarray(normal(RNG, pages, kv_heads, P, dim)).astype(cache.key.dtype) for _ in range(2)]
         return dataclasses.replace(cache, key=rows[0], value=rows[1])
     codes = [jnp.asarray(RNG.integers(0, 256, cache.key.shape), jnp.uint8) for _ in range(2)]
     params = [jnp.asarray(RNG.uniform([0.01, -2], [0.02, -1], cache.key_params.shape), jnp.bfloat16) for _ in range(2)]
@@ -126,6 +130,13 @@ def test_bits_do_not_depend_on_the_batch(op, kv_dtype):
                 batch = others[:place] + [target] + others[place:]
                 extra = 0 if op == "paged_decode" else size * 131 + 3 - sum(s.q_len for s in batch)
                 assert call(op, kv_dtype, batch, place, size % 5, extra) == alone, (size, place, q_len, kv_len)
+
+
+def test_bits_of_units_of_16_rows(monkeypatch):
+    """int4 of head dim 128: their warps share values on sm90."""
+    for name, value in dict(H=16, K=1, D=128).items():
+        monkeypatch.setitem(globals(), name, value)
+    test_bits_do_not_depend_on_the_batch("paged_decode", "int4")
 
 
 def drawn(rng: np.random.Generator, count: int, longest: int):

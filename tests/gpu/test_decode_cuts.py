@@ -130,9 +130,10 @@ def test_one_packed_sequence(ranges):
         np.testing.assert_allclose(np.asarray(result, np.float32), np.asarray(expected, np.float32), rtol=0, atol=0.02)
 
 
+@pytest.mark.parametrize("group, kv_dtype", [(2, jnp.bfloat16), (16, "int4")])
 @pytest.mark.parametrize("batch, length", [(2, 700), (8, 1000), (8, 1), (33, 400), (64, 256), (130, 90)])
-def test_one_length(batch, length):
+def test_one_length(batch, length, group, kv_dtype):
     """Units of one length, all and all but one, and one of none."""
     for lens in ([length] * batch, [length] * (batch - 1) + [length + 130], [0] + [length] * (batch - 1)):
-        cache, table = pool(lens, 8, 128)
-        check(normal(9, batch, 16, 128), cache, table, lens)
+        cache, table = pool(lens, 8, 128, kv_dtype)
+        check(normal(9, batch, 8 * group, 128), cache, table, lens)

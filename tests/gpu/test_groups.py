@@ -22,6 +22,7 @@ SHAPES = dict(
     paged_attention_step=dict(B=8, T=6),
 )
 CALLS = [(op, kv_dtype) for op in SHAPES for kv_dtype in (None, "int8") if (op, kv_dtype) != ("attention", "int8")]
+CALLS += [(op, "int4") for op in ("paged_decode", "paged_attention_step")]  # decode on sm90 has units of 16 rows of it
 
 
 @pytest.mark.parametrize("op, kv_dtype", CALLS)
@@ -29,7 +30,8 @@ CALLS = [(op, kv_dtype) for op in SHAPES for kv_dtype in (None, "int8") if (op, 
 def test_group(group, op, kv_dtype):
     kv_heads = 2 if group < 10 else 1
     heads = (group * kv_heads, kv_heads)
-    spec = cases.Spec(op, f"group{group}-{kv_dtype}", heads=heads, kv_dtype=kv_dtype, **SHAPES[op])
+    dim = 128 if kv_dtype == "int4" else 64
+    spec = cases.Spec(op, f"group{group}-{kv_dtype}", heads=heads, dim=dim, kv_dtype=kv_dtype, **SHAPES[op])
     packed = ("mixed", "one", "boundary") if op in ("paged_attention", "paged_attention_step") else ("random", "full")
     for lens in packed:
         case = cases.Case(spec, cases.Values(lens, lens, "mixture" if lens == "boundary" else "normal"))

@@ -76,6 +76,26 @@ def test_pages(kv_dtype, dim, token, implementation):
         check(lambda cache: call(cache, out_dtype=jnp.float32), bad, cache, **where, **rule)
 
 
+@pytest.mark.parametrize("parameter", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("token", [LENGTH - 1, LENGTH - 2, LENGTH - 70, 3])
+def test_units_of_16_rows(token, parameter):
+    """int4, two tokens of eight heads a kv head: the last key is the second one's alone."""
+    cache, table = filled("int4", 128, jnp.bfloat16)
+    query = normal(9, 1, 2, 8 * K, 128)
+    place = (int(table[0, token // PAGE]), 0, token % PAGE, 0)
+    check(
+        lambda cache: ta.paged_decode(
+            query, cache, jnp.array(table), jnp.array([LENGTH], jnp.int32), implementation="cuda"
+        )[0],
+        dataclasses.replace(cache, value_params=cache.value_params.at[place].set(parameter)),
+        cache,
+        first=max(0, token - LENGTH + 2),
+        heads=slice(0, 8),
+        column=0,
+        whole_row=True,
+    )
+
+
 def test_parts():
     """Keys cut in parts: few rows after many keys."""
     columns, new = 2048, 128

@@ -63,6 +63,13 @@ def long_decode(kv_dtype, implementation):
     return call, (normal(4 * B, H, D), pool(kv_dtype), jnp.tile(table(), (4, 1))), lens
 
 
+def wide_decode(kv_dtype, implementation):
+    """16 query heads a kv head."""
+    lens, _ = packed(np.ones(B, np.int32))
+    call = functools.partial(ta.paged_decode, implementation=implementation)
+    return call, (normal(B, 16 * K, D), pool(kv_dtype), table()), lens
+
+
 def prefill(kv_dtype, implementation):
     q_lens = np.random.default_rng(3).integers(0, 100, B)  # decode-like rows, chunks and empty sequences together
     q_lens[::3] = 1
@@ -96,7 +103,7 @@ def dense(kv_dtype, implementation):
     return call, arrays, jnp.array([700, 1, 333], jnp.int32)
 
 
-CALLS = dict(decode=decode, long_decode=long_decode, prefill=prefill, step=step, dense=dense)
+CALLS = dict(decode=decode, long_decode=long_decode, wide_decode=wide_decode, prefill=prefill, step=step, dense=dense)
 
 
 def bits(tree):
@@ -125,7 +132,7 @@ def different(call, arguments, others) -> int:
     "name, kv_dtype",
     [(n, d) for n in ("decode", "prefill", "step") for d in ("bfloat16", "int8")]
     + [("long_decode", d) for d in ("int8", "int4")]
-    + [("dense", "bfloat16")],
+    + [("wide_decode", "int4"), ("dense", "bfloat16")],
 )
 def test_hundred_repeats_are_bitwise_equal(name, kv_dtype, implementation):
     try:

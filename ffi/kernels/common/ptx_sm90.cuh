@@ -137,11 +137,13 @@ __device__ __forceinline__ void ArriveNamed(int id, int threads) {
 // SyncNamed, and whether `condition` is true in any of the threads.
 __device__ __forceinline__ bool SyncNamedOr(int id, int threads, bool condition) {
   uint32_t any;
+  Mark(100 + id);
   asm volatile(
       "{\n.reg .pred p, q;\nsetp.ne.b32 p, %1, 0;\nbarrier.cta.red.or.pred q, %2, %3, p;\nselp.b32 %0, 1, 0, q;\n}"
       : "=r"(any)
       : "r"(static_cast<uint32_t>(condition)), "r"(id), "r"(threads)
       : "memory");
+  Mark(-100 - id);
   return any != 0;
 }
 

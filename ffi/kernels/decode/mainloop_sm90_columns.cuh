@@ -35,17 +35,19 @@ struct MainloopSm90Columns : MainloopSm90<Traits> {
   using Operand = typename Base::Operand;
   using Codes = typename Base::Codes;
   using Base::lane, Base::warp, Base::rule, Base::place, Base::part;
-  using Base::max, Base::sum, Base::zeros, Base::o, Base::query_sum, Base::weight_unit;
+  using Base::max, Base::sum, Base::zeros, Base::o, Base::query_sum, Base::unit, Base::weight_unit;
   static constexpr int kSteps = Traits::kSteps, kKeyTiles = Traits::kKeyTiles, kColumns = Traits::kColumns;
   static constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kTiles = Base::kTiles;
   static constexpr int kKeySteps = Traits::kStepKeys / 16;  // of the second product
   static constexpr int kWeightTileBytes = 16 * kRows * 2;   // of 16 keys
-  static constexpr float kNone = -FLT_MAX;                  // the maximum of a row without a key
+  static_assert(kColumns == 2);
+  // Where a row begins to count from: almost every score passes it, and a score that is not there is no NaN with it.
+  static constexpr float kNone = -FLT_MAX;
 
   Shared& shared;
   const int barrier;
-  float factor[kColumns][2];  // from x (see ScoreRule) to exponents; x in units of the query's row (see CodeQuery),
-                              // where scores are not modified
+  float factor[kColumns][2];  // from x (see ScoreRule) to exponents
+  bool scores_in_units;       // x is in units of the query's row (see CodeQuery): not where that could leave the range
   uint32_t value;             // ldmatrix: the warp's first chunk of a row of V in the ring's first step
   uint32_t weight_store, weight_load;  // of the lane, in the first of two places
 
@@ -54,29 +56,27 @@ struct MainloopSm90Columns : MainloopSm90<Traits> {
       : Base(params, shared, part, place), shared(shared), barrier(barrier) {
     value = Opaque(SharedAddress(shared.tile[0][1]) +
                    SwizzledChunk<Traits::kStoredChunks>(lane, warp * Traits::kOwnChunks) * 16);
-    const uint32_t weights = SharedAddress(shared.weights);
-    if constexpr (kColumns == 2) {
-      // A row of 32 bytes: which of its halves comes first turns around every 4 keys, for the banks.
-      weight_load = Opaque(weights + SwizzledChunk<2>(lane % 16, lane / 16) * 16);
-      weight_store = weight_load + warp * kWeightTileBytes;
-    } else {
-      weight_load = Opaque(weights + lane * 16);
-      weight_store = Opaque(weights + (lane / 16 * kDecodeKeys + warp * kWarpKeys + lane % 16) * 16);
-    }
+    // A row of 32 bytes: which of its halves comes first turns around every 4 keys, for the banks.
+    weight_load = Opaque(SharedAddress(shared.weights) + SwizzledChunk<2>(lane % 16, lane / 16) * 16);
+    weight_store = weight_load + warp * kWeightTileBytes;
   }
 
   __device__ void TakeQuery() {
     Base::TakeQuery();
+    bool fits = !rule.modified;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        // At least so much that it makes a large number of the difference to kNone.
-        factor[n][e] =
-            rule.modified ? rule.to_log2 : fmaxf(this->LoadUnit(8 * n + lane % 4 * 2 + e) * rule.to_log2, 0x1p-120f);
-        query_sum[n][e] = this->code_query.sum[8 * n + lane % 4 * 2 + e];
+        const float f = unit[n][e] * rule.to_log2;
+        factor[n][e] = unit[n][e] == 0.f ? 1.f : f;  // 0: a row past the last
+        fits = fits && (unit[n][e] == 0.f || (f >= 0x1p-110f && f <= 0x1p100f));
       }
     }
+    scores_in_units = __all_sync(~0u, fits);
+    if (scores_in_units) return;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) factor[n][0] = factor[n][1] = rule.to_log2;
   }
 
   // From products with codes to x.
@@ -85,7 +85,7 @@ struct MainloopSm90Columns : MainloopSm90<Traits> {
     for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float row_unit = rule.modified ? this->LoadUnit(8 * n + lane % 4 * 2 + e % 2) : 1.f;
+        const float row_unit = scores_in_units ? 1.f : this->LoadUnit(8 * n + lane % 4 * 2 + e % 2);
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t) {
           const RowScale scale = key_scale[t][e / 2];
@@ -125,7 +125,7 @@ struct MainloopSm90Columns : MainloopSm90<Traits> {
       constexpr uint32_t kAll = 0x303u;
       static_assert(kKeyTiles == 2 && kDecodeKeys == 64);
       const bool plain = (mapped & kAll) == kAll && block >= this->common_begin &&
-                         block + kKeyTiles <= this->common_end && !rule.modified;
+                         block + kKeyTiles <= this->common_end && scores_in_units;
       RowScale key_scale[kKeyTiles][2];
 #pragma unroll
       for (int t = 0; t < kKeyTiles; ++t) this->LoadKeyScale(tiles[t], key_scale[t]);
@@ -188,7 +188,8 @@ struct MainloopSm90Columns : MainloopSm90<Traits> {
         for (int e = 0; e < 4; ++e) {
           const RowScale key = key_scale[t][e / 2];
           const float origin = max[n][e % 2];
-          // Not scaled: two roundings, as x has. Where x is large they may lift the maximum itself past the slack.
+          // Not scaled: two roundings, as x has, but others: the same key may weigh half an ulp of x more or less in
+          // steps that are scaled. Where x is large they may lift the maximum itself past the slack.
           y[e] =
               kScaled ? s[t][n][e] - origin : fmaf(key.scale, s[t][n][e], fmaf(key.zero, query_sum[n][e % 2], -origin));
           y[e] *= factor[n][e % 2];
@@ -203,13 +204,8 @@ struct MainloopSm90Columns : MainloopSm90<Traits> {
       }
     }
     const uint32_t to = weight_store + turn;
-    if constexpr (kColumns == 2) {
 #pragma unroll
-      for (int t = 0; t < kKeyTiles; ++t) StoreMatrix4(to + t * (kWarps * kWeightTileBytes), w[t]);
-    } else {
-      const uint32_t both[4] = {w[0][0], w[0][1], w[1][0], w[1][1]};
-      StoreMatrix4(to, both);
-    }
+    for (int t = 0; t < kKeyTiles; ++t) StoreMatrix4(to + t * (kWarps * kWeightTileBytes), w[t]);
     if (SyncNamedOr(barrier, Traits::kThreads, may_change && (top > Base::kSlack || larger > Base::kMaxWeight)))
       return false;
 #pragma unroll
@@ -228,32 +224,24 @@ struct MainloopSm90Columns : MainloopSm90<Traits> {
     constexpr int kPairs = Codes::kPerWord / 2;
     const uint32_t from = value + slot * (2 * Traits::kArrayBytes), weights = weight_load + turn;
     {
-      uint32_t own[kKeyTiles][kColumns][2];
-      uint32_t x[4];
+      uint32_t own[kKeyTiles][4];
 #pragma unroll
       for (int t = 0; t < kKeyTiles; ++t) {
-        if (kColumns == 2 || t == 0) {
-          LoadMatrix4Transposed(x, weight_store + turn + t * (kWarps * kWeightTileBytes));
-        }
-#pragma unroll
-        for (int n = 0; n < kColumns; ++n) {
-          own[t][n][0] = x[kColumns == 2 ? 2 * n : 2 * t];
-          own[t][n][1] = x[kColumns == 2 ? 2 * n + 1 : 2 * t + 1];
-        }
+        LoadMatrix4Transposed(own[t], weight_store + turn + t * (kWarps * kWeightTileBytes));
       }
       constexpr uint32_t kPair = Codes::kMiddle * 0x10001u, kOddPair = kPair << Base::kOddShift;
       const uint32_t middle[4] = {kPair, kOddPair, kPair, kOddPair};
 #pragma unroll
       for (int t = 0; t < kKeyTiles; ++t) {
 #pragma unroll
-        for (int n = 0; n < kColumns; ++n) Mma<Operand>(o[kTiles - 1][n], middle, own[t][n][0], own[t][n][1]);
+        for (int n = 0; n < kColumns; ++n) Mma<Operand>(o[kTiles - 1][n], middle, own[t][2 * n], own[t][2 * n + 1]);
       }
     }
 #pragma unroll
     for (int k = 0; k < kKeySteps; k += 2) {
-      uint32_t w[2][4];  // B fragments: [step][2 * column tile + i], or of one column tile [0][2 * step + i]
+      uint32_t w[2][4];  // B fragments of two steps
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) LoadMatrix4Transposed(w[i], weights + (k + i) * kWeightTileBytes);
+      for (int i = 0; i < 2; ++i) LoadMatrix4Transposed(w[i], weights + (k + i) * kWeightTileBytes);
 #pragma unroll
       for (int chunk = 0; chunk < Traits::kOwnChunks; ++chunk) {
         uint32_t x[4];
@@ -268,11 +256,7 @@ struct MainloopSm90Columns : MainloopSm90<Traits> {
             const uint32_t a[4] = {first[j], first[j + 1], second[j], second[j + 1]};
             const int d = (chunk * kPairs + j) / 2;
 #pragma unroll
-            for (int n = 0; n < kColumns; ++n) {
-              const uint32_t (&b)[4] = w[kColumns == 2 ? i : 0];
-              const int at = 2 * (kColumns == 2 ? n : i);
-              Mma<Operand>(o[d][n], a, b[at], b[at + 1]);
-            }
+            for (int n = 0; n < kColumns; ++n) Mma<Operand>(o[d][n], a, w[i][2 * n], w[i][2 * n + 1]);
           }
         }
       }
@@ -314,7 +298,7 @@ struct MainloopSm90Columns : MainloopSm90<Traits> {
         float next = max[n][e];
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) next = fmaxf(next, shared.states.max[w][8 * n + lane % 4 * 2 + e]);
-        const float f = max[n][e] == kNone ? 1.f : Exp2((max[n][e] - next) * factor[n][e]);
+        const float f = max[n][e] == next ? 1.f : Exp2((max[n][e] - next) * factor[n][e]);
         max[n][e] = next;
         sum[n][e] *= f;
         zeros[n][e] *= f;
@@ -342,7 +326,7 @@ struct MainloopSm90Columns : MainloopSm90<Traits> {
         }
         const int row = 8 * n + lane % 4 * 2 + e;
         if (lane < 4) {
-          shared.states.max[warp][row] = max[n][e] == kNone ? -Infinity() : max[n][e] * factor[n][e];
+          shared.states.max[warp][row] = max[n][e] * factor[n][e];
           shared.states.sum[warp][row] = sum[n][e];
           shared.zeros[warp][row] = zeros[n][e];
           shared.middle[warp][row] = o[kTiles - 1][n][e];
@@ -379,10 +363,10 @@ struct MainloopSm90Columns : MainloopSm90<Traits> {
 
   // Four columns of a row, after Publish().
   __device__ static float4 Columns(const Shared& shared, int row, int d, float* max_out, float* sum_out) {
-    *max_out = shared.states.max[0][row];
     float all = 0.f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) all += shared.states.sum[w][row];
+    *max_out = all == 0.f ? -Infinity() : shared.states.max[0][row];
     *sum_out = all;
     return *reinterpret_cast<const float4*>(&shared.output[row][d]);
   }

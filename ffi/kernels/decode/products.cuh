@@ -4,6 +4,9 @@
 //   S^T [16 keys, rows] = K [16, D] Q^T          A = K by ldmatrix,             B = Q^T, in registers or shared memory
 //   O^T [D, rows]      += V^T [D, 16] P^T        A = V^T by ldmatrix.trans,     B = P^T, S^T transposed by movmatrix
 //
+// Where warps share values, P^T passes through shared memory instead, and the second product has a part of D
+// (mainloop_sm90_columns.cuh).
+//
 // The columns of S^T and O^T are the same in every lane, so the softmax state of a column lives where its sums do.
 //
 // Codes become fp16 in registers between ldmatrix and mma, unscaled: a key is code * scale + zero, so its score is
@@ -40,7 +43,7 @@ struct WarpOutput {
 };
 template <class Traits>
 struct WarpState {
-  float max[kWarps][Traits::kRows];  // in exponents of 2
+  float max[kWarps][Traits::kRows];  // in exponents of 2; of warps that share values, before a part's end: of x
   float sum[kWarps][Traits::kRows];
 };
 

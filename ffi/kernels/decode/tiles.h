@@ -46,8 +46,7 @@ constexpr int kMaxSharedBytes = (kBlocks == 4      ? 55
 constexpr int kResidentSm90 = 2;
 constexpr int kRingBytesSm90 = 102 * 1024;
 // Where warps share values: beside the rings, what they exchange. Three blocks, whose steps take 15 % less, lose more
-// than that where a part begins and ends: 131 us instead of 115 (64 x 4096, 16 rows), but 128 x 8192 412 instead of
-// 426.
+// than that where parts begin and end: 131 us instead of 116 (64 x 4096, 16 rows), but 128 x 8192 412 instead of 430.
 constexpr int kRingBytesSm90Columns = 90 * 1024;
 
 constexpr int kMergeThreads = 256;  // of a block of the merge

@@ -48,15 +48,14 @@ struct TraitsSm80 {
   static_assert(kKv == kEType || IsQuantised(kKv));
 };
 
-// sm90: a warp beside the others copies blocks of keys for all of them. Codes, two blocks a step. Two blocks of 5 warps
-// have 168 registers a thread: one of an SM's four quarters holds three warps.
+// sm90, units of 8 rows: a warp beside the others copies blocks of keys for all of them. Codes, two blocks a step. Two
+// blocks of 5 warps have 168 registers a thread: one of an SM's four quarters holds three warps.
 template <DType kEType, DType kKv, int kHeadDim, int kRowTile>
 struct TraitsSm90 : TraitsSm80<kEType, kKv, kHeadDim, kRowTile> {
   using Base = TraitsSm80<kEType, kKv, kHeadDim, kRowTile>;
   using Base::kDim, Base::kRows, Base::kStoredBytes, Base::kThreads;
   static constexpr int kBlockThreads = kThreads + kWarp;
   static constexpr int kBlocks = kResidentSm90;
-  static constexpr bool kQueryInRegisters = kDim * kRows <= 1024;  // two tiles of scores have the rest
   static constexpr int kKeyTiles = 2;
   static constexpr int kStepKeys = kKeyTiles * kDecodeKeys;
   static constexpr int kArrayBytes = kStepKeys * kStoredBytes;  // K or V of a step
@@ -66,7 +65,7 @@ struct TraitsSm90 : TraitsSm80<kEType, kKv, kHeadDim, kRowTile> {
   static constexpr int kOutputBytes = kRows * (kDim + 4) * 4;
   static constexpr int kStepOutputs = 2 * kArrayBytes / kOutputBytes < kWarps ? 2 * kArrayBytes / kOutputBytes : kWarps;
   static constexpr int kOutputSteps = (kWarps + kStepOutputs - 1) / kStepOutputs;
-  static_assert(IsQuantised(kKv) && kOutputSteps < kSteps);
+  static_assert(IsQuantised(kKv) && kRows == 8 && Base::kQueryInRegisters && kOutputSteps < kSteps);
 };
 
 // sm90, units of 16 rows of int4: the warps of a block share values. Each has the probabilities of its own keys and,
