@@ -42,7 +42,11 @@ def pool(lens, kv_heads, dim, kv_dtype=jnp.bfloat16):
 
 
 def check(query, cache, table, lens, **how):
-    """The values of `xla`, and the same bits again. Returns the call and its result."""
+    """The values of `xla`, and the same bits again. Returns the call and its result.
+
+    `xla` rounds decoded keys to bfloat16 and the kernels do not: with one key, lse is its score, which that may move by
+    2^-9 * sum |q k| / sqrt(D), 0.014 here. Over more keys it averages out.
+    """
 
     def call(query, cache, table, implementation):
         lengths = jnp.array(lens, jnp.int32)
@@ -57,7 +61,8 @@ def check(query, cache, table, lens, **how):
         expected, expected_lse = (
             np.asarray(x, np.float32) for x in jax.jit(functools.partial(call, implementation="xla"))(*moved)
         )
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=2e-3)
+    few_codes = cache.key.dtype != jnp.bfloat16 and max(lens) < 1000
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=0.014 if few_codes else 2e-3)
     np.testing.assert_allclose(out, expected, rtol=0, atol=0.02 * max(1, np.abs(expected).max()))
     return compiled, out, lse
 
