@@ -196,7 +196,8 @@ def main() -> int:
     if left_out:
         print(f"not measured, out of time: {', '.join(left_out)}")
     what = "-".join(filter(None, ["gpu", args.only.replace(" ", "-").replace("/", "-"), args.quick and "quick"]))
-    path = timing.write(record | dict(ceilings=ceiling, rows=rows, not_measured=left_out), what)
+    found = dict(peers=sorted(wanted) or "all", ceilings=ceiling, rows=rows, not_measured=left_out)
+    path = timing.write(record | found, what)
     print(path)
     print(summary(rows))
     return 1 if any("failed" in row and row["peer"] in OWN for row in rows) else 0

@@ -291,7 +291,7 @@ def chunked_works(case: grid.Chunked) -> Iterator[tuple[str, Callable[[], Work]]
 
         return Work(call, query, data.tokens_first(), tuple(data.tables), FA3_CALL)
 
-    for name in ("cuda", "cuda:sm80", "pallas"):
+    for name in (*OURS, "cuda:sm80"):
         yield name, functools.partial(ours, name)
     yield "cuda dense", dense
     yield "fa3", fa3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import platform as host
 from typing import Any, Callable, Iterator
 
@@ -92,6 +91,13 @@ def kernels() -> list[dict[str, Any]]:
     return rows
 
 
+def _forced_implementation() -> str:
+    name = backends.default_implementation()
+    if name is None or name in backends.NAMES:
+        return name or "not set"
+    return f"{name}: every call raises, since it is none of {', '.join(backends.NAMES)}"
+
+
 def environment() -> dict[str, str]:
     """Versions, devices, and for each implementation whether it is loaded and why not."""
     from . import __version__
@@ -103,7 +109,7 @@ def environment() -> dict[str, str]:
         "jax": jax.__version__,
         "jaxlib": f"{jaxlib.__version__} (XLA FFI {major}.{minor})",
         "devices": ", ".join(f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()),
-        backends.ENVIRONMENT_VARIABLE: os.environ.get(backends.ENVIRONMENT_VARIABLE, "not set"),
+        backends.ENVIRONMENT_VARIABLE: _forced_implementation(),
     }
     for name in ("cuda", "cpu"):
         loaded = ffi.load(name)

@@ -39,6 +39,14 @@ def test_env_names_every_implementation(capsys):
     assert facts["JAX_TURBOATTN_IMPLEMENTATION"] == "not set"
 
 
+@pytest.mark.parametrize("name, fact", [("", "not set"), ("xla", "xla"), ("gpu", "gpu: every call raises, since")])
+def test_env_says_what_is_forced(capsys, monkeypatch, name, fact):
+    monkeypatch.setenv("JAX_TURBOATTN_IMPLEMENTATION", name)
+    lines = run(capsys, "env")[1].out.splitlines()
+    (line,) = (line for line in lines if line.startswith("JAX_TURBOATTN_IMPLEMENTATION"))
+    assert line.split(maxsplit=1)[1].startswith(fact)
+
+
 def test_kernels_lists_the_registry(capsys):
     status, printed = run(capsys, "kernels")
     assert status == 0
