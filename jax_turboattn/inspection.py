@@ -95,7 +95,7 @@ def _forced_implementation() -> str:
     name = backends.default_implementation()
     if name is None or name in backends.NAMES:
         return name or "not set"
-    return f"{name}: every call raises, since it is none of {', '.join(backends.NAMES)}"
+    return f"{name}: calls that name none raise, since it is none of {', '.join(backends.NAMES)}"
 
 
 def environment() -> dict[str, str]:
