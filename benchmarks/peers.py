@@ -365,7 +365,8 @@ def memory(case) -> float:
 OUTSIDE = {
     "prefill": ("torch fa2",),
     "decode": ("flashinfer fa2",),
-    "chunked": ("flashinfer fa2", "flashinfer fa3"),  # fa3 is FlashInfer's choice here; fa2 splits long sequences
+    # fa3 is FlashInfer's choice here; fa2 splits long sequences. PyTorch has no pages and reads plain arrays.
+    "chunked": ("torch fa2", "flashinfer fa2", "flashinfer fa3"),
 }
 
 
@@ -405,7 +406,11 @@ def _torch_shape(case, peer: str) -> dict:
         raise Absent(f"{package} is not installed")
     shape = dict(kind=case.kind, backend=backend, heads=case.heads, dim=case.head_dim)
     if case.kind == "prefill":
-        return shape | dict(batch=case.batch, length=case.length, causal=case.is_causal)
+        return shape | dict(batch=case.batch, length=case.length, new=case.length, causal=case.is_causal)
+    if package == "torch":  # it has no pages: plain arrays
+        if case.kv_dtype != "bfloat16":
+            raise Absent("bfloat16 only")
+        return shape | dict(kind="prefill", batch=case.batch, length=case.history + case.new, new=case.new, causal=True)
     if case.kv_dtype not in ("bfloat16", "float8_e4m3fn"):
         raise Absent("bfloat16 and float8 caches only")
     lens, new = (case.lens, 1) if case.kind == "decode" else ((case.history + case.new,) * case.batch, case.new)

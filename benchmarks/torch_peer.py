@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
 WORKSPACE_BYTES = 512 << 20  # of FlashInfer, for the parts of split sequences
 TOLERANCE = 0.03  # of the largest value; rounding of P and of the output to bfloat16 takes up to 0.01
@@ -33,17 +34,27 @@ def median_us(launch: Callable[[], object], calls: int, repeats: int = 7) -> flo
 
 def dense(shape: dict, calls: int = 12) -> float:
     """FlashAttention-2: queued calls, each long enough to hide the host's part of the next."""
-    (heads, kv_heads), dim = shape["heads"], shape["dim"]
-    query, key, value = (random(shape["batch"], h, shape["length"], dim) for h in (heads, kv_heads, kv_heads))
+    (heads, kv_heads), dim, length, new = shape["heads"], shape["dim"], shape["length"], shape["new"]
+    query = random(shape["batch"], heads, new, dim)
+    key, value = (random(shape["batch"], kv_heads, length, dim) for _ in range(2))
+    masks = dict(is_causal=shape["causal"])
+    if shape["causal"] and new < length:  # is_causal alone would have the first query see the first key
+        masks = dict(attn_mask=causal_lower_right(new, length))
+
+    def attend():
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, **masks, enable_gqa=heads != kv_heads
+        )
 
     def launch():
         for _ in range(calls):
-            torch.nn.functional.scaled_dot_product_attention(
-                query, key, value, is_causal=shape["causal"], enable_gqa=heads != kv_heads
-            )
+            attend()
 
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.no_grad():
-        return median_us(launch, calls)
+        us = median_us(launch, calls)
+        # The last query sees all keys.
+        check(attend()[-1, :, -1], query[-1, :, -1], key[-1][None], value[-1][None], length)
+    return us
 
 
 def paged(shape: dict, calls: int = 16) -> float:
