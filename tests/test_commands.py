@@ -39,7 +39,9 @@ def test_env_names_every_implementation(capsys):
     assert facts["JAX_TURBOATTN_IMPLEMENTATION"] == "not set"
 
 
-@pytest.mark.parametrize("name, fact", [("", "not set"), ("xla", "xla"), ("gpu", "gpu: calls that name none raise, since")])
+@pytest.mark.parametrize(
+    "name, fact", [("", "not set"), ("xla", "xla"), ("gpu", "gpu: calls that name none raise, since")]
+)
 def test_env_says_what_is_forced(capsys, monkeypatch, name, fact):
     monkeypatch.setenv("JAX_TURBOATTN_IMPLEMENTATION", name)
     lines = run(capsys, "env")[1].out.splitlines()
