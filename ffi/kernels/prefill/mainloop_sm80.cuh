@@ -54,7 +54,7 @@ struct MainloopSm80 {
   static constexpr bool kRowParams = kHasRowParams<Traits::kKvDType>;
   static constexpr int kKeys = Traits::kKeys, kDim = Traits::kDim, kFragments = Traits::kFragments;
   static constexpr int kChunks = Traits::kChunks, kStoredChunks = Traits::kStoredChunks;
-  static constexpr int kGroups = kKeys / 8;
+  static constexpr int kGroups = kKeys / 8, kGroupBytes = 8 * Traits::kStoredBytes;
   static constexpr int kFragmentRows = Traits::kRows / kFragments;
   static constexpr float kSlack = 8.f;   // in exponents of 2: probabilities up to 256, far inside E
   static constexpr float kFar = 1024.f;  // exponents of 2; half an ulp there is 2^-14
@@ -75,7 +75,7 @@ struct MainloopSm80 {
   static constexpr uint32_t kAllMapped = (1u << kGroups) - 1;
   static constexpr uint32_t kPartial = 1u << 16;  // not all rows of the tile see all its keys
   static constexpr uint32_t kWhole = 1u << 17;    // all its keys exist and are seen
-  static constexpr uint32_t kEven = 1u << 18;     // and their rows are evenly spaced
+  static constexpr uint32_t kEven = 1u << 18;     // and the rows of each 16 are evenly spaced
   uint32_t current;                               // of the block being worked on
   uint32_t next;                                  // of the one that follows, which has the keys before it
   // Pages: lane g of each warp is the g-th 8 keys'.
@@ -119,26 +119,38 @@ struct MainloopSm80 {
       group = KeysOf(params, shared.b, shared.head, run).Group(first_key + 8 * (threadIdx.x % 32), next_entry);
       const uint32_t mapped = __ballot_sync(~0u, group != kNoGroup), all = static_cast<uint32_t>(mapped == kAllMapped);
       next = mapped | (partial | (all ^ 1)) * kPartial | (seen & all) * kWhole |
-             (seen & all & static_cast<uint32_t>(PageSizeOf(params) >= kKeys)) * kEven;
+             (seen & all & static_cast<uint32_t>(PageSizeOf(params) >= kStripKeys)) * kEven;
     } else {
       next = kAllMapped | partial * kPartial | seen * (kWhole | kEven);
     }
   }
 
-  static constexpr int kRowsPerPass = Traits::kThreads / kStoredChunks, kPasses = kKeys / kRowsPerPass;
-  static_assert(kRowsPerPass % 4 == 0);
+  // A tile is copied in strips of keys. From pages a warp copies strips of 16, 512 bytes a pass: on pages of 16 and
+  // more keys a strip is one piece of memory, which one look at `group` finds. When passes went over all warps, each
+  // with its own look, pages of 16 were 8 % slower than pages of 64 (H200, head dim 128). Rows of plain arrays are
+  // evenly spaced anyway, and there strips of a warp cost 1 to 2 %, whose places in shared memory differ by more than a
+  // constant.
+  static constexpr int kTeam = kPaged ? kWarp : Traits::kThreads, kStripKeys = kPaged ? 16 : kKeys;
+  static constexpr int kPassKeys = kTeam / kStoredChunks, kPasses = kStripKeys / kPassKeys;
+  static constexpr int kStripStep = kStripKeys * Traits::kThreads / kTeam;  // to a team's next strip
+  static constexpr int kStrips = kKeys / kStripStep;
+  static_assert(kKeys % kStripStep == 0 && kStripKeys % kPassKeys == 0);
 
-  // Where this thread's 16 bytes of a pass go. Opaque: made anew for each tile, since registers are scarce. The swizzle
-  // repeats every 8 rows, so that only 512-byte rows, 4 a pass, have more than one of it.
-  template <bool kValues>
-  __device__ uint32_t FirstTo() {
-    const int i = static_cast<int>(Opaque(threadIdx.x));
-    return SharedAddress(shared.stored[kValues]) +
-           SwizzledChunk<kStoredChunks>(i / kStoredChunks, i % kStoredChunks) * 16;
+  // The first row of a tile of which this thread has 16 bytes. Threads by Opaque: made anew for each tile, since
+  // registers are scarce; and unsigned, since nothing else tells that they are not negative.
+  static __device__ uint32_t FirstRow(uint32_t thread) {
+    return thread / kTeam * kStripKeys + thread % kTeam / kStoredChunks;
   }
-  static __device__ uint32_t To(uint32_t first_to, int pass) {
-    const int row = pass * kRowsPerPass;
-    return (first_to ^ row % 8 * 16) + row * Traits::kStoredBytes;
+
+  // Where these 16 bytes go, and those of a pass of a strip.
+  template <bool kValues>
+  __device__ uint32_t FirstTo(uint32_t thread) {
+    return SharedAddress(shared.stored[kValues]) +
+           SwizzledChunk<kStoredChunks>(FirstRow(thread), thread % kStoredChunks) * 16;
+  }
+  static __device__ uint32_t To(uint32_t first_to, int strip, int pass) {
+    const int row = strip * kStripStep + pass * kPassKeys, offset = row * Traits::kStoredBytes;
+    return (first_to ^ (SwizzledChunk<kStoredChunks>(row, 0) * 16 - offset)) + offset;
   }
 
   // A tile of K or V of a block whose state is `state`; nothing if there is no such block. One group of copies either
@@ -160,41 +172,47 @@ struct MainloopSm80 {
 
   template <bool kValues>
   __device__ void CopyEvenTile(const void* array, int block) {
-    const int i = static_cast<int>(Opaque(threadIdx.x)), r0 = i / kStoredChunks;
-    int64_t row;
-    if constexpr (kPaged) {
-      row = static_cast<int64_t>(__shfl_sync(~0u, group, 0)) * 8 + r0;
-    } else {
-      row = shared.first_key_row + static_cast<int64_t>(FirstKey(block) + r0) * params.num_kv_heads;
-    }
-    const char* from = static_cast<const char*>(array) + row * Traits::kStoredBytes + i % kStoredChunks * 16;
-    const int64_t step = kRowsPerPass * (kPaged ? 1 : KvHeadsOf(params)) * Traits::kStoredBytes;
-    const uint32_t to = FirstTo<kValues>();
+    const uint32_t thread = Opaque(threadIdx.x);
+    const int64_t step = kPaged ? 16 * kTeam : kPassKeys * KvHeadsOf(params) * Traits::kStoredBytes;
+    const uint32_t to = FirstTo<kValues>(thread);
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) CopyAsync16(To(to, pass), from + pass * step, true);
+    for (int strip = 0; strip < kStrips; ++strip) {
+      const char* from = static_cast<const char*>(array);
+      if constexpr (kPaged) {
+        const int g = __shfl_sync(~0u, group, (strip * Traits::kWarps + thread / kTeam) * (kStripKeys / 8));
+        from += static_cast<int64_t>(g) * kGroupBytes + thread % kTeam * 16;
+      } else {
+        const int key = FirstKey(block) + strip * kStripStep + static_cast<int>(FirstRow(thread));
+        from += (shared.first_key_row + static_cast<int64_t>(key) * params.num_kv_heads) * Traits::kStoredBytes +
+                thread % kStoredChunks * 16;
+      }
+#pragma unroll
+      for (int pass = 0; pass < kPasses; ++pass) CopyAsync16(To(to, strip, pass), from + pass * step, true);
+    }
   }
 
   // kAll: all keys of the block exist and are seen; else those that are not, or lie on no page, become zeros.
   template <bool kValues, bool kAll>
   __device__ void CopyTile(const void* array, int block) {
-    const int first_key = FirstKey(block), r0 = threadIdx.x / kStoredChunks;
+    const uint32_t thread = Opaque(threadIdx.x), to = FirstTo<kValues>(thread);
+    const int first_row = static_cast<int>(FirstRow(thread)), first_key = FirstKey(block);
     const RunRange seen = blocks.seen[RunOf(block)];
-    const uint32_t to = FirstTo<kValues>();
-    const char* from = static_cast<const char*>(array) + threadIdx.x % kStoredChunks * 16;
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int r = pass * kRowsPerPass + r0;
-      bool valid = kAll || seen.Holds(first_key + r);
-      int64_t row;
+    int g = kNoGroup;
+#pragma unroll(kAll ? 8 : 1)
+    for (int i = 0; i < kStrips * kPasses; ++i) {
+      const int strip = i / kPasses, pass = i % kPasses, row = first_row + strip * kStripStep + pass * kPassKeys;
+      bool valid = kAll || seen.Holds(first_key + row);
+      int64_t offset;
       if constexpr (kPaged) {
-        const int g = __shfl_sync(~0u, group, r / 8);
+        if (i * kPassKeys % 8 == 0) g = __shfl_sync(~0u, group, row / 8);
         if (!kAll) valid = valid && g != kNoGroup;
-        row = static_cast<int64_t>(g) * 8 + r % 8;
+        offset = static_cast<int64_t>(g) * kGroupBytes + row % 8 * Traits::kStoredBytes;
       } else {
-        row = shared.first_key_row + static_cast<int64_t>(first_key + r) * params.num_kv_heads;
+        offset =
+            (shared.first_key_row + static_cast<int64_t>(first_key + row) * params.num_kv_heads) * Traits::kStoredBytes;
       }
-      const void* address = valid ? from + row * Traits::kStoredBytes : array;
-      CopyAsync16(To(to, pass), address, valid);
+      const char* from = static_cast<const char*>(array) + offset + thread % kStoredChunks * 16;
+      CopyAsync16(To(to, strip, pass), valid ? from : array, valid);
     }
   }
 
@@ -488,10 +506,11 @@ struct MainloopSm80 {
       for (int i = threadIdx.x; i < kKeys * kChunks; i += Traits::kThreads) found = found || HasNonFinite<E>(tile[i]);
     } else {
       WaitCopies<0>();  // a thread looks at what it has copied, so that one barrier is enough
-      const uint32_t first = FirstTo<true>() - SharedAddress(shared.stored[1]);
+      const uint32_t first = FirstTo<true>(Opaque(threadIdx.x)) - SharedAddress(shared.stored[1]);
 #pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) {
-        found |= HasNonFinite<E>(*reinterpret_cast<const uint4*>(shared.stored[1] + To(first, pass)));
+      for (int i = 0; i < kStrips * kPasses; ++i) {
+        found |=
+            HasNonFinite<E>(*reinterpret_cast<const uint4*>(shared.stored[1] + To(first, i / kPasses, i % kPasses)));
       }
     }
     return __syncthreads_or(found) != 0;
