@@ -198,7 +198,7 @@ struct MainloopSm80 {
     const int first_row = static_cast<int>(FirstRow(thread)), first_key = FirstKey(block);
     const RunRange seen = blocks.seen[RunOf(block)];
     int g = kNoGroup;
-#pragma unroll(kAll ? 8 : 1)
+#pragma unroll(kAll ? 4 : 1)
     for (int i = 0; i < kStrips * kPasses; ++i) {
       const int strip = i / kPasses, pass = i % kPasses, row = first_row + strip * kStripStep + pass * kPassKeys;
       bool valid = kAll || seen.Holds(first_key + row);
