@@ -197,14 +197,13 @@ struct MainloopSm80 {
     const uint32_t thread = Opaque(threadIdx.x), to = FirstTo<kValues>(thread);
     const int first_row = static_cast<int>(FirstRow(thread)), first_key = FirstKey(block);
     const RunRange seen = blocks.seen[RunOf(block)];
-    int g = kNoGroup;
 #pragma unroll(kAll ? 4 : 1)
     for (int i = 0; i < kStrips * kPasses; ++i) {
       const int strip = i / kPasses, pass = i % kPasses, row = first_row + strip * kStripStep + pass * kPassKeys;
       bool valid = kAll || seen.Holds(first_key + row);
       int64_t offset;
       if constexpr (kPaged) {
-        if (i * kPassKeys % 8 == 0) g = __shfl_sync(~0u, group, row / 8);
+        const int g = __shfl_sync(~0u, group, row / 8);
         if (!kAll) valid = valid && g != kNoGroup;
         offset = static_cast<int64_t>(g) * kGroupBytes + row % 8 * Traits::kStoredBytes;
       } else {
