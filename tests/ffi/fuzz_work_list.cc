@@ -1,10 +1,13 @@
 // How decode's list of work is cut (kernels/decode/work_list.h): every place has one block, the parts of a unit are as
-// many as its first block says, and each finds the slot that its block gives it. Lists of a few places to 2^60, and
-// units of one length. usage: fuzz_work_list COUNT [SEED]. Exit status 1 and a line on stderr at the first failure.
+// many as its first block says, each finds the slot that its block gives it, and only the last to arrive, in any order,
+// takes itself for the last. Lists of a few places to 2^60, and units of one length. usage: fuzz_work_list COUNT
+// [SEED]. Exit status 1 and a line on stderr at the first failure.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <numeric>
 #include <random>
+#include <vector>
 
 #include "kernels/decode/work_list.h"
 
@@ -57,6 +60,15 @@ void Fuzz(std::mt19937_64& random) {
   const int64_t first = in(0, total - 1), length = in(1, total - first);
   const int owner = list.BlockOf(first), parts = list.BlockOf(first + length - 1) - owner + 1;
   const int64_t slot = 2 * owner + 1;
+  std::vector<int> order(parts);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random);
+  uint64_t word = ArrivalWord::kBegun;
+  for (int i = 0; i < parts; ++i) {
+    word += ArrivalWord::Of(order[i] == 0 ? parts : 0);
+    Check(ArrivalWord::HasBegun(word) && ArrivalWord::IsLast(word) == (i == parts - 1), "who is the last to arrive");
+  }
+  Check(ArrivalWord::Parts(word) == parts, "parts that have arrived");
   int part = 0;
   for (int64_t place = first; place < first + length; ++part) {
     const int block = owner + part;

@@ -154,6 +154,15 @@ def wide_groups(rng, row):
     return ta.paged_decode, (query, cache(rng, row), np.stack([table, table[::-1]]), lens)
 
 
+def many_units(rng, row):
+    """As many units as blocks, of ragged lengths: blocks merge those that are cut."""
+    kv_heads, batch = 8, 80
+    pool = ta.PagedKVCache.create(N, kv_heads, dims(row)[0], page_size=P, dtype=row["dtype"])
+    query = normal(rng, row["dtype"], batch, H * kv_heads, dims(row)[0])
+    table, lens = rng.integers(0, N, (batch, 9)), rng.integers(0, 9 * P, batch)
+    return ta.paged_decode, (query, pool, table.astype(np.int32), lens.astype(np.int32))
+
+
 CALLS = dict(
     append=append,
     gather=gather,
@@ -178,7 +187,7 @@ def run(row: dict, seed: int = 0) -> None:
     if row["family"] == "sm90" and (row["head_dim"], row["dtype"], row["kv_dtype"]) == (128, "bfloat16", "bfloat16"):
         makers.append(many_tiles)
     if row["phase"] == "decode" and row["dtype"] == row["kv_dtype"]:
-        makers += [one_sequence, planned]
+        makers += [one_sequence, many_units, planned]
     if row["phase"] == "decode" and (row["head_dim"], row["dtype"], row["kv_dtype"]) == (128, "bfloat16", "int4"):
         makers.append(wide_groups)
     os.environ["JAX_TURBOATTN_IMPLEMENTATION"] = implementation(row)

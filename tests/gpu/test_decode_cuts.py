@@ -142,3 +142,41 @@ def test_one_length(batch, length, group, kv_dtype):
     for lens in ([length] * batch, [length] * (batch - 1) + [length + 130], [0] + [length] * (batch - 1)):
         cache, table = pool(lens, 8, 128, kv_dtype)
         check(normal(9, batch, 8 * group, 128), cache, table, lens)
+
+
+RAGGED = [int(n) for n in np.random.default_rng(3).integers(0, 700, 70)]
+MANY = dict(
+    plain=dict(),
+    group_1=dict(heads=(8, 8)),
+    group_8=dict(heads=(64, 8)),
+    group_16=dict(heads=(128, 8)),
+    two_tokens=dict(tokens=2),
+    d64=dict(dim=64),
+    d256=dict(dim=256),
+    d256_group_16=dict(dim=256, heads=(128, 8)),
+    float32=dict(out_dtype=jnp.float32),
+    sinks=dict(sinks=True),
+    window=dict(local_window_size=(300, 0)),
+    one_long=dict(lens=[9000] + [90] * 69),  # a unit of many parts
+    one_place_each=dict(lens=[20] * 71 + [0]),
+    few_places=dict(lens=[0] * 69 + [3]),
+)
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_units_of_many_sequences(name):
+    """At least as many units as blocks: those that are cut are merged by blocks, of 16-bit caches of head dim 128."""
+    case = dict(heads=(32, 8), dim=128, tokens=1, lens=RAGGED) | MANY[name]
+    (H, K), D, tokens, lens = (case.pop(n) for n in ("heads", "dim", "tokens", "lens"))
+    if case.pop("sinks", False):
+        case["sinks"] = jnp.linspace(-2, 3, H)
+    cache, table = pool(lens, K, D)
+    check(normal(9, len(lens), tokens, H, D), cache, table, lens, **case)
+
+
+def test_many_sequences_of_any_lengths_and_pages():
+    """Lengths that are no lengths, pages that do not exist, and sequences without one."""
+    cache, table = pool(RAGGED, 8, 128)
+    lens = np.array(RAGGED)
+    lens[::9], lens[1::9] = 2**31 - 1, -(2**31)
+    check(normal(9, len(lens), 32, 128), cache, table.at[::5, 3].set(2**31 - 1).at[::7].set(-5), lens)

@@ -105,6 +105,21 @@ def test_a_plan_for_another_grid(grid):
     same_bits(ta.paged_decode(*given, plan=other), ta.paged_decode(*given))
 
 
+@pytest.mark.parametrize("column", range(1, 8))
+def test_garbage_in_a_plan(column):
+    """It names no key or slot that does not exist, comes to an end, and leaves nothing behind for other calls."""
+    given = arguments(RAGGED)
+    plan = ta.make_plan(*given, None)
+    call = jax.jit(ta.paged_decode)
+    right = call(*given, plan=plan)
+    rng = np.random.default_rng(column)
+    for low, high in ((0, 2**4), (0, 2**16), (-(2**31), 2**31)):
+        garbage = jnp.asarray(rng.integers(low, high, len(plan.data)), jnp.int32)
+        wrong = call(*given, plan=dataclasses.replace(plan, data=plan.data.at[:, column].set(garbage)))
+        jax.block_until_ready(wrong)
+        same_bits(call(*given, plan=plan), right)
+
+
 def test_vmap_plans_for_itself():
     query, cache, table, lens = arguments(RAGGED)
     queries, many = jnp.stack([query, -query]), jnp.stack([lens, lens // 2])

@@ -63,6 +63,14 @@ def long_decode(kv_dtype, implementation):
     return call, (normal(4 * B, H, D), pool(kv_dtype), jnp.tile(table(), (4, 1))), lens
 
 
+def many_decode(kv_dtype, implementation):
+    """More units than blocks, of ragged lengths."""
+    lens, _ = packed(np.ones(B, np.int32))
+    call = functools.partial(ta.paged_decode, implementation=implementation)
+    lens = jnp.concatenate([lens, lens // 2, lens // 3 + 1, lens[::-1]])
+    return call, (normal(4 * B, H, D), pool(kv_dtype), jnp.tile(table(), (4, 1))), lens
+
+
 def wide_decode(kv_dtype, implementation):
     """16 query heads a kv head."""
     lens, _ = packed(np.ones(B, np.int32))
@@ -103,7 +111,8 @@ def dense(kv_dtype, implementation):
     return call, arrays, jnp.array([700, 1, 333], jnp.int32)
 
 
-CALLS = dict(decode=decode, long_decode=long_decode, wide_decode=wide_decode, prefill=prefill, step=step, dense=dense)
+CALLS = dict(decode=decode, long_decode=long_decode, many_decode=many_decode, wide_decode=wide_decode)
+CALLS |= dict(prefill=prefill, step=step, dense=dense)
 
 
 def bits(tree):
@@ -132,7 +141,7 @@ def different(call, arguments, others) -> int:
     "name, kv_dtype",
     [(n, d) for n in ("decode", "prefill", "step") for d in ("bfloat16", "int8")]
     + [("long_decode", d) for d in ("int8", "int4")]
-    + [("wide_decode", "int4"), ("dense", "bfloat16")],
+    + [("many_decode", "bfloat16"), ("wide_decode", "int4"), ("dense", "bfloat16")],
 )
 def test_hundred_repeats_are_bitwise_equal(name, kv_dtype, implementation):
     try:

@@ -33,6 +33,24 @@ __device__ __forceinline__ void CopyAsync4(uint32_t to, const void* from, bool v
 // The line of L2 that holds p, before it is asked for.
 __device__ __forceinline__ void Prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
+// Words by which blocks tell each other: what a block has written before a barrier, and then added to the word, is
+// there for who has read that. AddInOrder returns what the word was before.
+__device__ __forceinline__ uint64_t AddInOrder(uint64_t* to, uint64_t x) {
+  uint64_t old;
+  asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(old) : "l"(to), "l"(x) : "memory");
+  return old;
+}
+__device__ __forceinline__ uint64_t LoadInOrder(const uint64_t* from) {
+  uint64_t x;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(from) : "memory");
+  return x;
+}
+
+// In no order with other words, but not torn, and seen by all blocks' additions after it.
+__device__ __forceinline__ void StoreWord(uint64_t* to, uint64_t x) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(x) : "memory");
+}
+
 __device__ __forceinline__ void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most kPending groups of this thread's copies are in flight.

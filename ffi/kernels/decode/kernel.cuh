@@ -4,8 +4,9 @@
 // A unit is (sequence, kv head, tile of rows). Its keys are cut in blocks of kDecodeKeys; all units' blocks follow each
 // other in one list, cut in equal parts over the grid, so a long sequence among short ones keeps no block waiting.
 // Batch-invariant calls cut each unit at fixed multiples instead: a block has the parts that begin among its places. A
-// part that is a whole unit writes its rows; others leave (O, max, sum) in a slot of the workspace, and Merge puts the
-// slots of a unit together in their order.
+// part that is a whole unit writes its rows; others leave (O, max, sum) in a slot of the workspace, and the slots of a
+// unit are put together in their order: by MergeDecode, or, where few units are cut (kMerges), by the last block to
+// have done its part of the unit (MergeOpenUnits), without a second kernel that mostly finds nothing.
 #ifndef TURBOATTN_KERNELS_DECODE_KERNEL_CUH_
 #define TURBOATTN_KERNELS_DECODE_KERNEL_CUH_
 
@@ -19,7 +20,7 @@
 
 namespace turboattn::decode {
 
-// What a slot says of itself. parts == 0: it is not the first of its unit, or not in use.
+// For MergeDecode: what a slot says of itself. parts == 0: it is not the first of its unit, or not in use.
 struct alignas(16) SlotInfo {
   int parts;  // of the unit: the slots from this one on, see SlotOfPart
   int rows;
@@ -40,6 +41,10 @@ struct WorkspaceView {
     slots_in_use = reinterpret_cast<int64_t*>(base);
     info = reinterpret_cast<SlotInfo*>(base + kWorkspaceHeader);
     data = reinterpret_cast<float*>(info + params.plan.slots);
+  }
+  // For MergeOpenUnits: how many parts are there of the unit that begins in block `block` and goes on.
+  __device__ uint64_t* Arrivals(int block) const {
+    return reinterpret_cast<uint64_t*>(info + 2 * static_cast<int64_t>(block) + 1);
   }
 };
 
@@ -245,9 +250,11 @@ struct alignas(16) ScheduledPart {
   int count;                       // of the block's places in the list
   int b, offset;                   // the first one's sequence, and where in its share it is
   int first_token, q_len, kv_len;  // of that sequence
-  int parts;                       // of the last place's unit, if it begins in this block: blocks that have some of it
+  // Of the last place's unit, if it begins in this block: blocks that have some of it. kMerges: in the low half; in the
+  // other, so many blocks before this one the first place's unit begins.
+  int parts;
 };
-static_assert(sizeof(ScheduledPart) == kScheduleInts * sizeof(int32_t));
+static_assert(sizeof(ScheduledPart) == kScheduleInts * sizeof(int32_t) && kMaxDecodeBlocks < 1 << 15);
 
 // The schedule of a grid of `grid` blocks: a block for each entry, those past the grid too.
 template <class Traits>
@@ -259,6 +266,7 @@ __global__ void __launch_bounds__(Traits::kBlockThreads)
   const WorkList list(mine.total, grid, facts.even, mine.all_even);
   const int block = static_cast<int>(blockIdx.x);
   ScheduledPart& part = reinterpret_cast<ScheduledPart*>(params.new_schedule)[block];
+  int16_t* const halves = reinterpret_cast<int16_t*>(&part.parts);
   const bool fits = block < grid && list.total <= INT_MAX;
   if (!fits || block >= list.blocks) {
     if (threadIdx.x == 0) part = ScheduledPart{fits ? grid : 0};
@@ -278,6 +286,7 @@ __global__ void __launch_bounds__(Traits::kBlockThreads)
     part.first_token = share.first_token;
     part.q_len = share.q_len;
     part.kv_len = share.kv_len;
+    if (Traits::kMerges) halves[1] = static_cast<int16_t>(block - list.BlockOf(begin - offset % share.blocks));
   }
   if (mine.Has(end - 1)) {
     int b = mine.b;
@@ -285,7 +294,12 @@ __global__ void __launch_bounds__(Traits::kBlockThreads)
     int64_t offset = mine.Offset(end - 1);
     Seek<Traits::kRows>(params, facts, &b, &share, &offset);
     const int64_t last = end - 1 - offset % share.blocks + share.blocks - 1;  // the unit's
-    part.parts = list.BlockOf(last) - block + 1;
+    const int parts = list.BlockOf(last) - block + 1;
+    if (Traits::kMerges) {
+      halves[0] = static_cast<int16_t>(parts);
+    } else {
+      part.parts = parts;
+    }
   }
 }
 
@@ -376,15 +390,15 @@ struct BlockWork {
   int64_t offset = 0;
 };
 
-// By the whole block. `lone`: the thread that is to know a schedule's first part. Leaves last_parts and, without a
-// schedule, the list; slots of this block that no part will claim say so, those of other parts are set when their part
-// is.
+// By the whole block. `lone`: the thread that is to know a schedule's first part. Leaves last_parts, first_owner and,
+// without a schedule, the list. The block's arrivals have begun and no unit is open; or slots of this block that no
+// part will claim say so, those of other parts are set when their part is.
 template <class Traits, class Shared>
 __device__ BlockWork FindWork(const PagedAttentionParams& params, const CallFacts& facts, Shared& shared, int lone) {
   const WorkspaceView workspace(params);
   const int block = static_cast<int>(blockIdx.x), batch = static_cast<int>(params.seqs.batch);
-  // Which of the pages' names the block needs depends on lengths. The grid has them brought to L2 in the meantime, those
-  // of a very large table in part.
+  // Which of the pages' names the block needs depends on lengths. The grid has them brought to L2 in the meantime,
+  // those of a very large table in part.
   constexpr int kLine = 32;  // entries
   const int64_t line = static_cast<int64_t>(block) * Traits::kBlockThreads + threadIdx.x;
   if (line * kLine < batch * params.seqs.max_pages) Prefetch(params.seqs.page_table + line * kLine);
@@ -404,14 +418,19 @@ __device__ BlockWork FindWork(const PagedAttentionParams& params, const CallFact
       const int q_len = min(max(scheduled.q_len, 0), tokens - first_token);
       work.share = ShareOf<Traits::kRows>(params, facts, work.b, first_token, q_len, scheduled.kv_len);
     }
-    if (work.finds) shared.last_parts = min(max(scheduled.parts, 1), static_cast<int>(gridDim.x) - block);
+    if (work.finds) {
+      const int parts = Traits::kMerges ? scheduled.parts & 0xffff : scheduled.parts;
+      shared.last_parts = min(max(parts, 1), static_cast<int>(gridDim.x) - block);
+      if constexpr (Traits::kMerges) shared.open.first_owner = block - min(max(scheduled.parts >> 16, 0), block);
+    }
   } else {
     const ListSearch<Traits> mine(params, facts);
     const WorkList list(mine.total, static_cast<int>(gridDim.x), facts.even, mine.all_even);
     if (threadIdx.x == 0) {
       shared.list = list;
       shared.last_parts = 0;
-      if (blockIdx.x == 0) {
+      if constexpr (Traits::kMerges) shared.open.first_owner = -1;
+      if (blockIdx.x == 0 && !Traits::kMerges) {
         *workspace.slots_in_use = params.batch_invariant ? mine.total_slots : 2 * static_cast<int64_t>(gridDim.x);
       }
     }
@@ -422,7 +441,12 @@ __device__ BlockWork FindWork(const PagedAttentionParams& params, const CallFact
     work.b = mine.b;
     work.offset = mine.Offset(work.position);
   }
-  if (threadIdx.x == 0 && !params.batch_invariant) {
+  if constexpr (Traits::kMerges) {
+    if (threadIdx.x == 0) {
+      StoreWord(workspace.Arrivals(block), work.position < work.end ? ArrivalWord::kBegun : 0);
+      shared.open.unit[0].state = shared.open.unit[1].state = OpenUnit::kNone;
+    }
+  } else if (threadIdx.x == 0 && !params.batch_invariant) {
     workspace.info[2 * blockIdx.x] = workspace.info[2 * blockIdx.x + 1] = SlotInfo{};
   }
   return work;
@@ -509,6 +533,22 @@ class PartQuery {
   const NewRows<Traits> new_rows_;
 };
 
+// By one thread, with WritePart: a part that is not all of its unit. Not inline, nor is ArriveAtUnit: most parts go
+// without them.
+template <class Shared>
+__device__ __noinline__ void OpenPart(Shared& shared, const Share& share, int head, int first_row, int rows,
+                                      int first_block, int64_t position) {
+  const int block = static_cast<int>(blockIdx.x), owner = shared.open.first_owner;
+  OpenUnit unit = {rows, share.first_token, head, first_row, block, 0, OpenUnit::kHere};
+  if (first_block == 0) {
+    unit.parts = shared.last_parts;
+    if (unit.parts == 0) unit.parts = shared.list.BlockOf(position + share.blocks - 1) - block + 1;
+  } else {
+    unit.owner = owner >= 0 ? owner : shared.list.BlockOf(position - first_block);
+  }
+  shared.open.unit[first_block == 0 ? 1 : 0] = unit;
+}
+
 // A part that is the whole unit writes its rows, others their slot of the workspace. row_at(row, d, &max, &sum): four
 // columns of what the block's warps have.
 template <class Traits, class Shared, class RowAt>
@@ -523,7 +563,7 @@ __device__ void WritePart(const PagedAttentionParams& params, const Shared& shar
     slot = share.first_slot + unit * share.parts + first_block / share.part_blocks;
   }
   float* partial = workspace.data + slot * kSlotFloats<kRows, kDim>;
-  if (threadIdx.x == 0 && !whole) {
+  if (!Traits::kMerges && threadIdx.x == 0 && !whole) {
     SlotInfo info = {0, rows, share.first_token, head, first_row};
     if (first_block == 0 && fixed_parts) {
       info.parts = share.parts;
@@ -551,6 +591,151 @@ __device__ void WritePart(const PagedAttentionParams& params, const Shared& shar
   }
 }
 
+// What some parts of a row add up to.
+struct RowSum {
+  float max = -FLT_MAX;  // in exponents of 2; finite, so that a part without a key (-Inf) has the weight 0
+  float sum = 0.f;
+  float4 x = {0.f, 0.f, 0.f, 0.f};
+
+  __device__ void Add(float part_max, float part_sum, float4 part_x) {
+    const float both = fmaxf(max, part_max), old = Exp2(max - both), weight = Exp2(part_max - both);
+    max = both;
+    sum = sum * old + weight * part_sum;
+    x = {x.x * old + weight * part_x.x, x.y * old + weight * part_x.y, x.z * old + weight * part_x.z,
+         x.w * old + weight * part_x.w};
+  }
+};
+
+// Adds up the parts of a unit. By kThreads threads, in `room`, which holds the weights of all parts and copies of some
+// at a time.
+template <class Traits>
+__device__ void MergeUnit(const PagedAttentionParams& params, const CallFacts& facts, const OpenUnit& unit,
+                          float* room) {
+  constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kLanes = kDim / 4, kGroups = Traits::kThreads / kLanes;
+  constexpr int kRowsEach = (kRows + kGroups - 1) / kGroups, kRoom = sizeof(SharedSm80<Traits>::rings) / sizeof(float);
+  static_assert(kRows * (kMaxDecodeBlocks + 8 + kDim) <= kRoom, "a part at a time");
+  static_assert(kDim % (kWarp * 4) == 0, "warps copy whole rows");
+  const WorkspaceView workspace(params);
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, quad = threadIdx.x % kLanes;
+  const auto part_data = [&](int part) {
+    return workspace.data + SlotOfPart(2 * int64_t{unit.owner} + 1, part, false) * kSlotFloats<kRows, kDim>;
+  };
+  const int weights = (2 + unit.parts + 3) / 4 * 4;  // of a row: its maximum and sum, then the parts' weights
+  const int rows = unit.rows, part_floats = rows * kDim;
+  float* copies = room + rows * weights;
+  const int at_once = (kRoom - rows * weights) / part_floats;
+  float4 x[kRowsEach] = {};
+#pragma unroll 1
+  for (int base = 0; base < unit.parts; base += at_once) {
+    const int count = min(at_once, unit.parts - base);
+#pragma unroll 1
+    for (int part = warp; part < count; part += kWarps) {
+      const float* from = part_data(base + part) + lane * 4;
+      const uint32_t to = SharedAddress(copies + part * part_floats + lane * 4);
+#pragma unroll 4
+      for (int i = 0; i < part_floats; i += kWarp * 4) CopyAsync16(to + i * 4, from + i, true);
+    }
+    CommitCopies();
+    if (base == 0) {
+#pragma unroll 1
+      for (int row = warp; row < rows; row += kWarps) {
+        float* of_row = room + row * weights;
+        RowSum all;
+#pragma unroll 1
+        for (int part = lane; part < unit.parts; part += kWarp) {
+          const float* states = part_data(part) + kRows * kDim + row;
+          const float max = __ldcg(states), sum = __ldcg(states + kRows);
+          all.Add(max, sum, float4{});
+          of_row[2 + part] = max;
+        }
+#pragma unroll
+        for (int step = 1; step < kWarp; step *= 2) {
+          const float max = __shfl_xor_sync(~0u, all.max, step), sum = __shfl_xor_sync(~0u, all.sum, step);
+          all.Add(max, sum, float4{});
+        }
+#pragma unroll 1
+        for (int part = lane; part < unit.parts; part += kWarp) of_row[2 + part] = Exp2(of_row[2 + part] - all.max);
+        if (lane == 0) *reinterpret_cast<float2*>(of_row) = {all.max, all.sum};
+      }
+    }
+    WaitCopies<0>();
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kRowsEach; ++k) {
+      const int row = threadIdx.x / kLanes + k * kGroups;
+      if (row >= rows) continue;
+      const float4* copied = reinterpret_cast<const float4*>(copies + row * kDim) + quad;
+      const float* weight = room + row * weights + 2 + base;
+#pragma unroll 8
+      for (int part = 0; part < count; ++part) {
+        const float w = weight[part];
+        const float4 y = copied[part * (part_floats / 4)];
+        x[k] = {x[k].x + w * y.x, x[k].y + w * y.y, x[k].z + w * y.z, x[k].w + w * y.w};
+      }
+    }
+    if (base + at_once < unit.parts) __syncthreads();
+  }
+#pragma unroll
+  for (int k = 0; k < kRowsEach; ++k) {
+    const int row = threadIdx.x / kLanes + k * kGroups;
+    if (row >= rows) continue;
+    const float2 state = *reinterpret_cast<const float2*>(room + row * weights);
+    const int r = unit.first_row + row, token = r < facts.group ? 0 : r / facts.group;
+    const int head = unit.head * facts.group + (r - token * facts.group);
+    FinishQuad<typename Traits::E, kDim>(params, int64_t{unit.first_token} + token, head, quad * 4, state.x, state.y,
+                                         x[k]);
+  }
+  __syncthreads();  // before what is next
+}
+
+// By one thread, after a barrier that follows WritePart.
+__device__ __noinline__ inline void ArriveAtUnit(const PagedAttentionParams& params, const CallFacts& facts,
+                                                 OpenUnit* unit) {
+  uint64_t* arrivals = WorkspaceView(params).Arrivals(unit->owner);
+  const uint64_t mine = ArrivalWord::Of(unit->parts);
+  uint64_t now = AddInOrder(arrivals, mine) + mine;  // after the part's slot, before the others'
+  // An arrival before the owner has begun is lost, so it is made again. Blocks begin in the order of their numbers, and
+  // nobody waits for one of a higher number. A schedule may name an owner that has also come to its end.
+  constexpr int kTries = 1000;  // of about a microsecond
+  for (int tries = 0; !ArrivalWord::HasBegun(now) && (facts.schedule == nullptr || tries < kTries); ++tries) {
+    if (ArrivalWord::HasBegun(LoadInOrder(arrivals))) now = AddInOrder(arrivals, mine) + mine;
+  }
+  unit->state = OpenUnit::kLeft;
+  if (ArrivalWord::IsLast(now)) {
+    StoreWord(arrivals, 0);
+    unit->parts = min(ArrivalWord::Parts(now), static_cast<int>(gridDim.x) - unit->owner);
+    unit->state = OpenUnit::kMerges;
+  }
+}
+
+// After a barrier that follows a part: the unit that has come from blocks before this one is done here, and mostly the
+// block before is the last to arrive there.
+__device__ inline void ArriveEarly(const PagedAttentionParams& params, const CallFacts& facts, OpenUnits& open) {
+  OpenUnit& unit = open.unit[0];
+  if (threadIdx.x == kWarp && unit.state == OpenUnit::kHere) ArriveAtUnit(params, facts, &unit);
+}
+
+// At a block's end: the units that it shares with others, at most one that has come from blocks before it and one that
+// goes on. Whoever is the last to arrive at a unit merges it: nobody waits for another block's keys. By threads that
+// have written their parts; `room` is theirs after a barrier.
+template <class Traits>
+__device__ void MergeOpenUnits(const PagedAttentionParams& params, const CallFacts& facts, OpenUnits& open,
+                               float* room) {
+  __syncthreads();
+  const int i = threadIdx.x;
+  const OpenUnit::State states[2] = {open.unit[0].state, open.unit[1].state};
+  if (i == 0 && states[1] == OpenUnit::kNone) StoreWord(WorkspaceView(params).Arrivals(blockIdx.x), 0);  // nobody comes
+  if (states[0] == OpenUnit::kHere || states[1] == OpenUnit::kHere) {
+    __syncthreads();  // all have read that
+    if (i < 2 && open.unit[i].state == OpenUnit::kHere) ArriveAtUnit(params, facts, &open.unit[i]);
+    __syncthreads();
+  }
+#pragma unroll 1
+  for (int k = 0; k < 2; ++k) {
+    if (open.unit[k].state == OpenUnit::kMerges) MergeUnit<Traits>(params, facts, open.unit[k], room);
+  }
+}
+
 template <class Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     DecodeSm80(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts facts) {
@@ -559,10 +744,10 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   SharedSm80<Traits>& shared = *reinterpret_cast<SharedSm80<Traits>*>(s_bytes);
   LaunchDependents();  // the merge: its blocks wait for this grid's end where there is room for them
   const int heads = static_cast<int>(params.cache.num_kv_heads), group = facts.group;
-  const bool fixed_parts = params.batch_invariant;
+  const bool fixed_parts = !Traits::kMerges && params.batch_invariant;
 
   // A cluster knows its unit. Else a schedule knows the block's part of the list, or the block finds it.
-  const bool clustered = facts.cluster_shift >= 0;
+  const bool clustered = !Traits::kMerges && facts.cluster_shift >= 0;
   BlockWork work;
   bool moves = true;
   if (clustered) {
@@ -601,6 +786,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       }
     }
     __syncthreads();  // and the part before this one has been read
+    if constexpr (Traits::kMerges) ArriveEarly(params, facts, shared.open);
     share = shared.share;
     b = shared.b;
     offset = shared.offset;
@@ -661,30 +847,23 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       cluster.Finish(params);
       break;
     }
+    if constexpr (Traits::kMerges) {
+      if (threadIdx.x == 0 && num_blocks < share.blocks) {
+        OpenPart(shared, share, head, first_row, rows, first_block, position);
+      }
+    }
     WritePart<Traits>(params, shared, share, head, first_row, rows, first_block, num_blocks, position, row_at);
     position += num_blocks;
     offset += num_blocks;
     finds = threadIdx.x == 0;
     moves = false;
   }
+  if constexpr (Traits::kMerges) {
+    MergeOpenUnits<Traits>(params, facts, shared.open, reinterpret_cast<float*>(s_bytes));
+  }
   FillUnownedRows(params, static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32,
                   static_cast<int64_t>(gridDim.x) * kWarps);
 }
-
-// What some parts of a row add up to.
-struct RowSum {
-  float max = -FLT_MAX;  // in exponents of 2; finite, so that a part without a key (-Inf) has the weight 0
-  float sum = 0.f;
-  float4 x = {0.f, 0.f, 0.f, 0.f};
-
-  __device__ void Add(float part_max, float part_sum, float4 part_x) {
-    const float both = fmaxf(max, part_max), old = Exp2(max - both), weight = Exp2(part_max - both);
-    max = both;
-    sum = sum * old + weight * part_sum;
-    x = {x.x * old + weight * part_x.x, x.y * old + weight * part_x.y, x.z * old + weight * part_x.z,
-         x.w * old + weight * part_x.w};
-  }
-};
 
 // A block a unit of several parts and row: blockIdx.y. Each of kGroups groups of threads adds every kGroups-th part, in
 // their order, then the first adds up what the others have. Slots that are not the first of a unit end at once.

@@ -66,7 +66,30 @@ cudaError_t GridOf(const PagedAttentionParams& params, Kernel kernel, int bytes,
   return cudaSuccess;
 }
 
-// The kernel, whose blocks share a list, and the merge; or, where a schedule is asked for, what makes it.
+template <class Traits>
+cudaError_t LaunchMerge(const PagedAttentionParams& params, const CallFacts& facts, Grid grid, bool hopper,
+                        cudaStream_t stream) {
+  // A unit of several parts has one block that has its first. Fixed parts: their slots are dealt out. No sequence: one
+  // block that finds nothing.
+  const int64_t merging = params.batch_invariant
+                              ? std::clamp<int64_t>(params.plan.slots, 1, 2 * int64_t{grid.multiprocessors})
+                              : grid.blocks;
+  cudaLaunchAttribute dependent;
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  const int64_t q_len = params.seqs.uniform_q_len > 0 ? params.seqs.uniform_q_len : facts.decode_q_len;
+  const int64_t rows = q_len * facts.group;
+  config.gridDim = dim3(static_cast<unsigned>(merging), static_cast<unsigned>(std::min<int64_t>(rows, Traits::kRows)));
+  config.blockDim = dim3(kMergeThreads);
+  config.stream = stream;
+  config.attrs = &dependent;
+  config.numAttrs = hopper ? 1 : 0;
+  return cudaLaunchKernelEx(&config, &MergeDecode<Traits>, params, facts);
+}
+
+// The kernel, whose blocks share a list, and the merge, if it is not theirs; or, where a schedule is asked for, what
+// makes it.
 template <class Traits, class Kernel>
 cudaError_t LaunchList(const PagedAttentionParams& params, CallFacts facts, Kernel kernel, int bytes, Grid grid,
                        bool hopper, cudaStream_t stream) {
@@ -80,23 +103,11 @@ cudaError_t LaunchList(const PagedAttentionParams& params, CallFacts facts, Kern
   if (facts.plain && !params.batch_invariant) facts.schedule = params.schedule;
   kernel<<<blocks, Traits::kBlockThreads, bytes, stream>>>(params, facts);
   const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) return error;
-  // A unit of several parts has one block that has its first. Fixed parts: their slots are dealt out. No sequence: one
-  // block that finds nothing.
-  const int64_t merging =
-      params.batch_invariant ? std::clamp<int64_t>(params.plan.slots, 1, 2 * int64_t{grid.multiprocessors}) : blocks;
-  cudaLaunchAttribute dependent;
-  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  dependent.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  const int64_t q_len = params.seqs.uniform_q_len > 0 ? params.seqs.uniform_q_len : facts.decode_q_len;
-  const int64_t rows = q_len * facts.group;
-  config.gridDim = dim3(static_cast<unsigned>(merging), static_cast<unsigned>(std::min<int64_t>(rows, Traits::kRows)));
-  config.blockDim = dim3(kMergeThreads);
-  config.stream = stream;
-  config.attrs = &dependent;
-  config.numAttrs = hopper ? 1 : 0;
-  return cudaLaunchKernelEx(&config, &MergeDecode<Traits>, params, facts);
+  if constexpr (Traits::kMerges) {
+    return error;
+  } else {
+    return error == cudaSuccess ? LaunchMerge<Traits>(params, facts, grid, hopper, stream) : error;
+  }
 }
 
 template <class Traits>
@@ -138,6 +149,17 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
       }
       while (1 << (facts.cluster_shift + 1) <= cluster) ++facts.cluster_shift;
       return cudaLaunchKernelEx(&config, kernel, params, facts);
+    }
+  }
+  // With as many units as blocks, few are cut, and a merge kernel mostly finds nothing.
+  if constexpr (kMergesManyUnits<Traits::kQuantised, Traits::kDim>) {
+    if (!params.batch_invariant && params.seqs.batch * params.cache.num_kv_heads >= grid.blocks) {
+      using Many = Merging<Traits>;
+      constexpr int kManyBytes = sizeof(SharedSm80<Many>);
+      static_assert(kManyBytes <= kMaxSharedBytes<Traits::kBlocks, Traits::kDim>);
+      error = GridOf<Many>(params, &DecodeSm80<Many>, kManyBytes, &grid);
+      if (error != cudaSuccess) return error;
+      return LaunchList<Many>(params, facts, &DecodeSm80<Many>, kManyBytes, grid, hopper, stream);
     }
   }
   return LaunchList<Traits>(params, facts, kernel, kBytes, grid, hopper, stream);

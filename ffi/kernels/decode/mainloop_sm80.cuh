@@ -50,6 +50,27 @@ struct Share {
   __device__ int64_t Slots() const { return int64_t{units} * parts; }
 };
 
+// A unit that a block shares with others, when its part is done.
+struct OpenUnit {
+  enum State {
+    kNone,    // there is none
+    kHere,    // the part is in its slot of the workspace
+    kLeft,    // and the block has arrived: it is for others to merge
+    kMerges,  // and was the last
+  };
+  int rows;
+  int first_token;
+  int head;       // kv head
+  int first_row;  // row of the sequence, 32 bits: decode sequences are short
+  int owner;      // the block that has the unit's first part
+  int parts;      // by which others know when they are the last; 0: the owner says it
+  State state;
+};
+struct OpenUnits {
+  OpenUnit unit[2];  // what the block goes on with, and what it leaves to the next one
+  int first_owner;   // the block in which the first of them begins; -1: the list says it
+};
+
 // The last step of each ring is empty until the first has been multiplied. By then the query is in registers: until
 // then it lies there, where it fits; turns and the new rows of a fused step pass through other rings'.
 template <class Traits>
@@ -79,6 +100,7 @@ struct SharedSm80 {
   Share share;
   SequenceView view;
   BlockList<kDecodeKeys> blocks;
+  std::conditional_t<Traits::kMerges, OpenUnits, char> open;
 
   __device__ typename Traits::E* query() {
     if constexpr (kQueryInRing) {

@@ -32,14 +32,24 @@ constexpr int kStages = kStoredBytes == 512   ? 2
                                                                 : 5)
                                               : 8;
 
-// Memory of a block, beside what is static. Up to head dim 128 one block fits cards of 8.6 and 8.9, which have 99 KB.
+// Memory of a block, beside what is static (512 bytes). Up to head dim 128 one block fits cards of 8.6 and 8.9, which
+// have 99 KB.
 template <int kBlocks, int kHeadDim>
 constexpr int kMaxSharedBytes = (kBlocks == 4      ? 55
                                  : kBlocks == 3    ? 74
                                  : kHeadDim <= 128 ? 98
                                  : kBlocks == 2    ? 112
                                                    : 162) *
-                                1024;
+                                    1024 +
+                                256;
+
+// Whether calls with as many units as blocks have a kernel whose blocks merge, in place of a merge kernel. H200, us
+// with / without: 64 x 256 24.1 / 25.5 (16 rows 27.6 / 31.2), 64 x 4096 248.9 / 250.1, 64 x (0 to 4096) 140.8 / 143.4.
+// All else loses at ragged lengths: head dim 64 (64 x 256 14.8 / 16.1, but 64 x (0 to 4096) 85.2 / 83.8), 256 (44.0 /
+// 45.7, but 40 x (0 to 500) 50.7 / 49.5, 16 rows 64 x (0 to 4096) 323.9 / 311.6, which spill more), and codes (int8
+// 101 / 96). With fewer units than blocks all are cut, and 8 x 256 takes 11.9 / 10.5.
+template <bool kQuantised, int kHeadDim>
+constexpr bool kMergesManyUnits = !kQuantised && kHeadDim == 128;
 
 // sm90: two blocks on an SM, and rings that leave room for the rest in half of its 228 KB. Three blocks have 128
 // registers a thread: 99 us instead of 88 (int4, 64 x 4096, H200).

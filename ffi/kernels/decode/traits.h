@@ -45,7 +45,13 @@ struct TraitsSm80 {
   static constexpr int kBlockThreads = kThreads;  // of the kernel
   static constexpr bool kSplitsColumns = false;   // of O, among the warps
   static constexpr int kOutputTiles = kDim / 16;  // of O^T, of a warp
+  static constexpr bool kMerges = false;          // blocks merge the units that they share, no kernel after this one
   static_assert(kKv == kEType || IsQuantised(kKv));
+};
+
+template <class Traits>
+struct Merging : Traits {
+  static constexpr bool kMerges = true;
 };
 
 // sm90, units of 8 rows: a warp beside the others copies blocks of keys for all of them. Codes, two blocks a step. Two

@@ -105,6 +105,23 @@ TA_HD int64_t SlotOfPart(int64_t slot, int part, bool fixed_parts) {
   return fixed_parts || part == 0 ? slot + part : slot + 2 * part - 1;
 }
 
+// Counts the parts of a unit that are in their slots: in the low half of a word how many have come and, once the unit's
+// first one has, how many there will be. The other half says that the block which keeps the word has begun: that
+// overwrites whatever an earlier use of the workspace left there.
+struct ArrivalWord {
+  static constexpr uint64_t kBegun = uint64_t{0x5a7c3e91} << 32;
+  static constexpr int kPartsBit = 16;
+
+  // What a part adds; parts: of the unit, if it is the first one, else 0.
+  static TA_HD uint64_t Of(int parts) { return 1 + (static_cast<uint64_t>(parts) << kPartsBit); }
+  static TA_HD bool HasBegun(uint64_t word) { return word >> 32 == kBegun >> 32; }
+  static TA_HD int Parts(uint64_t word) { return static_cast<int>(word >> kPartsBit & 0xffffu); }
+  // Whether it was the last part's addition that made the word what it is.
+  static TA_HD bool IsLast(uint64_t word) {
+    return HasBegun(word) && Parts(word) > 0 && Parts(word) == static_cast<int>(word & 0xffffu);
+  }
+};
+
 }  // namespace turboattn::decode
 
 #endif  // TURBOATTN_KERNELS_DECODE_WORK_LIST_H_
