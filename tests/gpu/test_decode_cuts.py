@@ -158,6 +158,7 @@ MANY = dict(
     sinks=dict(sinks=True),
     window=dict(local_window_size=(300, 0)),
     one_long=dict(lens=[9000] + [90] * 69),  # a unit of many parts
+    one_long_group_16=dict(heads=(128, 8), lens=[9000] + [90] * 69),  # more than are copied at once
     one_place_each=dict(lens=[20] * 71 + [0]),
     few_places=dict(lens=[0] * 69 + [3]),
 )

@@ -120,6 +120,23 @@ def test_garbage_in_a_plan(column):
         same_bits(call(*given, plan=plan), right)
 
 
+def test_plans_that_are_not_the_calls():
+    """Rows in another order, so that units have two first parts or none, and a plan of other lengths."""
+    query, cache, table, lens = arguments(RAGGED)
+    plan = ta.make_plan(query, cache, table, lens, None)
+    call = jax.jit(ta.paged_decode)
+    right = call(query, cache, table, lens, plan=plan)
+    order = jnp.asarray(np.random.default_rng(1).permutation(len(plan.data)))
+    others = [
+        dataclasses.replace(plan, data=plan.data[order]),
+        ta.make_plan(query, cache, table, lens[::-1], None),
+        ta.make_plan(query, cache, table, lens // 3, None),
+    ]
+    for other in others:
+        jax.block_until_ready(call(query, cache, table, lens, plan=other))
+        same_bits(call(query, cache, table, lens, plan=plan), right)
+
+
 def test_vmap_plans_for_itself():
     query, cache, table, lens = arguments(RAGGED)
     queries, many = jnp.stack([query, -query]), jnp.stack([lens, lens // 2])

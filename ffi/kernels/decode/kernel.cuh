@@ -742,7 +742,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kThreads = Traits::kThreads;
   extern __shared__ __align__(512) unsigned char s_bytes[];  // rows of up to 512 bytes
   SharedSm80<Traits>& shared = *reinterpret_cast<SharedSm80<Traits>*>(s_bytes);
-  LaunchDependents();  // the merge: its blocks wait for this grid's end where there is room for them
+  LaunchDependents();  // the merge, where it is a kernel: its blocks wait for this grid's end where there is room
   const int heads = static_cast<int>(params.cache.num_kv_heads), group = facts.group;
   const bool fixed_parts = !Traits::kMerges && params.batch_invariant;
 

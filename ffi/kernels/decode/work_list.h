@@ -107,7 +107,7 @@ TA_HD int64_t SlotOfPart(int64_t slot, int part, bool fixed_parts) {
 
 // Counts the parts of a unit that are in their slots: in the low half of a word how many have come and, once the unit's
 // first one has, how many there will be. The other half says that the block which keeps the word has begun: that
-// overwrites whatever an earlier use of the workspace left there.
+// is written over what an earlier use of the workspace left there, which may hardly say the same: see README.md.
 struct ArrivalWord {
   static constexpr uint64_t kBegun = uint64_t{0x5a7c3e91} << 32;
   static constexpr int kPartsBit = 16;
