@@ -16,7 +16,7 @@ namespace turboattn::prefill {
 
 // Pairs of a sequence and a kv head whose tiles are taken together, by the bytes of their keys and values and of L2.
 // Causal tiles have many lengths, and the more of them a section has, the better they fill a card: on an H200, whose L2
-// has 50 MB, 32 MB were 6 to 7 % faster than pair after pair, 1 to 3 % than 16 MB and up to 2 % than 64. Other tiles
+// has 60 MB, 32 MB were 6 to 7 % faster than pair after pair, 1 to 3 % than 16 MB and up to 2 % than 64. Other tiles
 // are all alike, and what L2 loses is read again: 8 MB were 1 to 4 % faster than 64, and than pair after pair.
 template <class Traits, class Params>
 int ChooseSection(const Params& params, int l2) {
