@@ -45,7 +45,7 @@ PALLAS_CALL = r'custom_call_target="[^"]*(?:triton|mosaic)'
 CUDNN_CALL = r'custom_call_target="__cudnn'
 FA3_CALL = r'custom_call_target="flash_mha_fwd"'
 GATHER = r" gather\("
-ROTATED_BYTES = 400 << 20  # below this, several sets of keys and values take turns: the L2 cache holds 50 MB
+ROTATED_BYTES = 400 << 20  # below this, several sets of keys and values take turns: L2 caches hold 50 or 60 MB
 MAX_SETS = 16
 
 
