@@ -19,6 +19,14 @@ inline bool DeviceIsSm90() {
          minor == 0;
 }
 
+// A launch attribute: the grid may begin before the one in front of it has ended, see LaunchDependents (ptx.cuh).
+inline cudaLaunchAttribute DependentLaunch() {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
 }  // namespace turboattn
 
 #endif  // TURBOATTN_CORE_CUDA_LAUNCH_H_

@@ -212,11 +212,12 @@ KernelDesc DecodeDesc(const PagedAttentionParams& params, std::string_view famil
 
 ffi::Error LaunchPaged(Context context, const PagedAttentionParams& params, std::string_view family) {
   KernelDesc desc = DecodeDesc(params, family);
-  if (params.plan.runs_decode) {
-    const ffi::Error decoded = Launch(context, desc, params);
-    if (decoded.failure() || !params.plan.runs_prefill) return decoded;
+  if (params.plan.runs_prefill || !params.plan.runs_decode) {
+    desc.phase = Phase::kPrefill;
+    const ffi::Error prefilled = Launch(context, desc, params);
+    if (prefilled.failure() || !params.plan.runs_decode) return prefilled;
+    desc.phase = Phase::kDecode;  // it may begin where prefill's blocks leave room
   }
-  desc.phase = Phase::kPrefill;
   return Launch(context, desc, params);
 }
 

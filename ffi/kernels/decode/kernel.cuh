@@ -863,6 +863,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   }
   FillUnownedRows(params, static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32,
                   static_cast<int64_t>(gridDim.x) * kWarps);
+  WaitForPrerequisites();  // prefill: who comes after this grid takes its end for both
 }
 
 // A block a unit of several parts and row: blockIdx.y. Each of kGroups groups of threads adds every kGroups-th part, in

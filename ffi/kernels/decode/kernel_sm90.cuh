@@ -152,6 +152,7 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
   constexpr int kBlockWarps = Traits::kBlockThreads / kWarp;
   FillUnownedRows(params, static_cast<int64_t>(blockIdx.x) * kBlockWarps + threadIdx.x / kWarp,
                   static_cast<int64_t>(gridDim.x) * kBlockWarps);
+  WaitForPrerequisites();  // prefill: who comes after this grid takes its end for both
 }
 
 }  // namespace turboattn::decode

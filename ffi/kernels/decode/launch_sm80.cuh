@@ -74,9 +74,7 @@ cudaError_t LaunchMerge(const PagedAttentionParams& params, const CallFacts& fac
   const int64_t merging = params.batch_invariant
                               ? std::clamp<int64_t>(params.plan.slots, 1, 2 * int64_t{grid.multiprocessors})
                               : grid.blocks;
-  cudaLaunchAttribute dependent;
-  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  dependent.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute dependent = DependentLaunch();
   cudaLaunchConfig_t config = {};
   const int64_t q_len = params.seqs.uniform_q_len > 0 ? params.seqs.uniform_q_len : facts.decode_q_len;
   const int64_t rows = q_len * facts.group;
@@ -101,8 +99,16 @@ cudaError_t LaunchList(const PagedAttentionParams& params, CallFacts facts, Kern
     return cudaGetLastError();
   }
   if (facts.plain && !params.batch_invariant) facts.schedule = params.schedule;
-  kernel<<<blocks, Traits::kBlockThreads, bytes, stream>>>(params, facts);
-  const cudaError_t error = cudaGetLastError();
+  // Behind prefill, whose last blocks leave SMs to it; both write rows of their own. It waits for prefill at its end.
+  cudaLaunchAttribute dependent = DependentLaunch();
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(Traits::kBlockThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(bytes);
+  config.stream = stream;
+  config.attrs = &dependent;
+  config.numAttrs = hopper && params.plan.runs_prefill ? 1 : 0;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, params, facts);
   if constexpr (Traits::kMerges) {
     return error;
   } else {

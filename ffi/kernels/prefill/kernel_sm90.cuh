@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
 
-  if (args.schedule.parts > 0) LaunchDependents();  // the merge: its blocks find no room before this block's end
+  LaunchDependents();  // the merge, or decode: their blocks find no room before this block's end
   if (threadIdx.x == 0) {
     if (args.query_by_copy) PrefetchTensorMap(&args.query);
     PrefetchTensorMap(&args.key);

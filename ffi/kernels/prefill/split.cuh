@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "core/cuda_launch.h"
 #include "core/params.h"
 #include "kernels/common/page_walk.h"
 #include "kernels/common/sequence.cuh"
@@ -54,6 +55,7 @@ constexpr int kMergeWarps = 4;
 template <class Traits>
 __global__ void __launch_bounds__(kMergeWarps* kWarp) MergeSplits(const __grid_constant__ PagedAttentionParams params) {
   constexpr int kRows = Traits::kRows;
+  LaunchDependents();  // decode
   WaitForPrerequisites();
   const SplitWorkspace<kRows, Traits::kValueDim> workspace(params);
   const int tiles = workspace.header->tiles, splits = workspace.header->splits, group = GroupOf(params);
@@ -74,9 +76,7 @@ __global__ void __launch_bounds__(kMergeWarps* kWarp) MergeSplits(const __grid_c
 template <class Traits>
 cudaError_t LaunchMerge(const PagedAttentionParams& params, int64_t max_tiles, bool dependent, cudaStream_t stream) {
   constexpr int64_t kMaxBlocks = 1024;  // 16 of them reside on an SM
-  cudaLaunchAttribute serialization;
-  serialization.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  serialization.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute serialization = DependentLaunch();
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(std::min(max_tiles * Traits::kRows / kMergeWarps, kMaxBlocks)));
   config.blockDim = dim3(kMergeWarps * kWarp);
