@@ -18,8 +18,7 @@ namespace nb = nanobind;
 
 // handler_calls() -> handlers run so far, for tests of capture; registrations() -> {FFI target name: capsule};
 // ffi_api_version() -> (major, minor) of the FFI headers of this build; paged_plan(sizes) -> how the CUDA kernels cut a
-// paged call up, and prefill_splits(tiles, blocks) -> parts that the sm90 family cuts each tile in (core/heuristics.h;
-// the same in both modules); kernels() -> [{name, phase, family, head_dim, value_dim,
+// paged call up (core/heuristics.h; the same in both modules); kernels() -> [{name, phase, family, head_dim, value_dim,
 // dtype, kv_dtype}], what is None is taken at run time.
 inline void DefineCommon(nb::module_& module) {
   module.def("registrations", [] {
@@ -51,8 +50,6 @@ inline void DefineCommon(nb::module_& module) {
       nb::kw_only(), nb::arg("batch"), nb::arg("num_tokens"), nb::arg("uniform_q_len"), nb::arg("num_heads"),
       nb::arg("num_kv_heads"), nb::arg("value_dim"), nb::arg("max_keys"), nb::arg("batch_invariant"),
       nb::arg("has_decode") = true);
-  module.def("prefill_splits", &PrefillSplits, nb::arg("tiles"), nb::arg("blocks"), nb::kw_only(),
-             nb::arg("sms") = kPrefillSms, nb::arg("parts") = kMaxPrefillParts);
   module.def("handler_calls", &HandlerCalls);
   module.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
   module.def("kernels", [] {

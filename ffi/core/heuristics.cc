@@ -41,11 +41,12 @@ constexpr int64_t kFillBlocks = 264;
 constexpr int64_t kMinSplitKeys = 512;
 constexpr int64_t kMaxPrefillSplits = 64;
 
-constexpr int64_t kPlannedKeysSm90 = 128;                // keys a block
-constexpr int64_t kMaxPlannedBlocks = int64_t{1} << 20;  // more change nothing
+// sm90: blocks of this many keys. To look for long tiles and to launch a merge takes a call some 5 us: it is done where
+// a tile can be of so many blocks that it is worth a cut, and kLongTile times as many as there are tiles for an SM.
+constexpr int64_t kPlannedKeysSm90 = 128, kMinCutBlocks = 8, kLongTile = 16;
 
 int64_t SplitBytes(int64_t parts, int64_t rows, int64_t value_dim) {
-  return (kSplitInts + kMaxPrefillParts * kTileInts + parts * rows * (value_dim + 2)) * 4;
+  return (kSplitInts + kMaxCutTiles * kTileInts + parts * rows * (value_dim + 2)) * 4;
 }
 
 void PlanPrefill(const PagedShape& shape, int64_t group, PagedPlan* plan) {
@@ -63,12 +64,12 @@ void PlanPrefill(const PagedShape& shape, int64_t group, PagedPlan* plan) {
     plan->prefill_splits = static_cast<int>(splits);
     bytes = SplitBytes(plan->prefill_tiles * splits, rows, shape.value_dim);
   }
-  // Whether there is a use is judged by the full tiles. Of sequences' ends, which tiles() counts too, there may be few.
+  // Judged by the full tiles: of sequences' ends, which tiles() counts too, there may be few.
   const int64_t full = std::max(shape.num_tokens * group / rows_sm90, int64_t{1}) * heads;
   const int64_t likely = shape.uniform_q_len > 0 ? tiles(rows_sm90) : full;
-  const int64_t blocks = std::min(shape.max_keys / kPlannedKeysSm90, kMaxPlannedBlocks);
-  if (PrefillSplits(likely, static_cast<int>(blocks), kPrefillSms, kMaxPrefillParts) > 1) {
-    plan->prefill_parts = std::min(kMaxPrefillParts, tiles(rows_sm90) * blocks);
+  const int64_t blocks = shape.max_keys / kPlannedKeysSm90;
+  if (blocks >= kMinCutBlocks && blocks > kLongTile * likely / kPrefillSms) {
+    plan->prefill_parts = kMaxPrefillParts;
     bytes = std::max(bytes, SplitBytes(plan->prefill_parts, rows_sm90, shape.value_dim));
   }
   if (bytes == 0) return;

@@ -34,10 +34,10 @@ struct PagedPlan {
   int64_t decode_units = 0;
   int decode_cluster = 0;
   // Prefill cuts the keys of its tiles in parts where there are too few tiles to fill a card. sm80 in as many as this
-  // says; sm90 counts tiles and keys on the device (PrefillSplits) and is told how many parts the workspace holds.
+  // says; sm90 finds the tiles that are too long on the device, and is told how many parts the workspace holds.
   int prefill_splits = 1;
   int64_t prefill_tiles = 0;   // sm80's, of all kv heads, at most
-  int64_t prefill_parts = 0;   // of sm90's tiles; 0: their keys stay whole
+  int64_t prefill_parts = 0;   // sm90's: kMaxPrefillParts; 0: keys stay whole
   int64_t prefill_offset = 0;  // bytes in the workspace
   int64_t workspace_bytes = 0;
 };
@@ -100,47 +100,15 @@ __host__ __device__
   return (num_tokens * group + (sequences < batch ? sequences : batch) * (rows - 1)) / rows;
 }
 
-// Parts in all that sm90 cuts tiles in: up to four for each SM of the largest card of compute capability 9.0, so that
-// 100 tiles, say, can be shared out too.
-constexpr int kPrefillSms = 132, kPrefillWaves = 4;
-constexpr int64_t kMaxPrefillParts = kPrefillWaves * kPrefillSms;
+// sm90 cuts long tiles in up to four pieces for each SM of the largest card of compute capability 9.0, so that 100
+// tiles, say, can be shared out too (kernels/prefill/pieces.h). They are fewer than two for each SM. sm80 cuts no more
+// tiles.
+constexpr int kPrefillSms = 132;
+constexpr int64_t kMaxPrefillParts = 4 * kPrefillSms, kMaxCutTiles = 2 * kPrefillSms;
 
-// sm90: parts that the keys of each tile are cut in, where the longest has so many blocks of keys. SMs work on a part
-// each, in waves. The unit of cost is a block of keys on an SM, 1.7 us on an H100. A part costs kPart beside its
-// blocks, for its start, its end and the memory that its result takes; merging costs kMerge for the launch and then 1
-// for each kMergeRate parts of a tile, which a warp reads one after the other. Divisions are of 32 bits for the
-// device's sake.
-#if defined(__CUDACC__)
-__host__ __device__
-#endif
-    constexpr int PrefillSplits(int64_t num_tiles, int num_blocks, int num_sms, int64_t max_parts) {
-  constexpr unsigned kMinBlocks = 4, kPart = 3, kMerge = 2, kMergeRate = 16;
-  if (num_tiles == 0 || 2 * num_tiles > max_parts) return 1;
-  const unsigned tiles = static_cast<unsigned>(num_tiles), blocks = static_cast<unsigned>(num_blocks);
-  const unsigned sms = static_cast<unsigned>(num_sms), most = static_cast<unsigned>(max_parts) / tiles;
-  unsigned best = 1, least = (tiles + sms - 1) / sms * (blocks + kPart);
-#if defined(__CUDA_ARCH__)
-#pragma unroll
-#endif
-  for (unsigned waves = 1; waves <= kPrefillWaves; ++waves) {
-    unsigned splits = waves * sms / tiles;
-    if (splits > most) splits = most;
-    if (splits > blocks / kMinBlocks) splits = blocks / kMinBlocks;
-    if (splits <= 1) continue;
-    const unsigned part = (blocks + splits - 1) / splits;
-    splits = (blocks + part - 1) / part;  // no more than it takes
-    const unsigned cost = (tiles * splits + sms - 1) / sms * (part + kPart) + kMerge + splits / kMergeRate;
-    if (cost < least) {
-      least = cost;
-      best = splits;
-    }
-  }
-  return static_cast<int>(best);
-}
-
-// At prefill_offset: int32[kSplitInts], int32[kMaxPrefillParts, kTileInts] that describe the tiles, then for each
-// (tile, part) float O[rows, Dv], max[rows], sum[rows].
-constexpr int64_t kSplitInts = 4, kTileInts = 4;
+// At prefill_offset: int32[kSplitInts], int32[kMaxCutTiles, kTileInts] that describe the tiles, then for each part
+// float O[rows, Dv], max[rows], sum[rows].
+constexpr int64_t kSplitInts = 4, kTileInts = 8;
 
 PagedPlan PlanPaged(const PagedShape& shape);
 

@@ -30,6 +30,7 @@ SOURCES = {
     ],
     "fuzz_new_rows": [ROOT / "tests/ffi/fuzz_new_rows.cc"],
     "fuzz_work_list": [ROOT / "tests/ffi/fuzz_work_list.cc"],
+    "fuzz_pieces": [ROOT / "tests/ffi/fuzz_pieces.cc"],
 }
 SANITIZE = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
@@ -93,6 +94,11 @@ def test_new_rows_of_a_fused_step():
 def test_list_of_decode_work():
     """How the decode kernel cuts its work over the grid, on the host."""
     run_driver(driver("fuzz_work_list", *SANITIZE), 20_000, 1)
+
+
+def test_pieces_of_long_prefill_tiles():
+    """How the prefill kernel cuts the keys of long tiles, on the host."""
+    run_driver(driver("fuzz_pieces", *SANITIZE), 20_000, 1)
 
 
 @pytest.mark.nightly

@@ -108,38 +108,15 @@ def test_workspace_holds_the_parts_of_either_family(dim, rows):
     floats = max(4 * SMS * rows, split["prefill_tiles"] * split["prefill_splits"] * min(128, 16384 // dim)) * (dim + 2)
     assert split["workspace_bytes"] >= floats * 4 and whole["workspace_bytes"] == 0
     assert plan(**few, max_keys=1000)["prefill_parts"] == 0
-    # As many tiles as fill the card, and one sequence among 64 that may be long: the device counts.
+    # As many tiles as fill the card eight times, of which none can be long, or some may be; one long sequence among 64.
     assert plan(batch=4, num_tokens=4096, max_keys=8192)["prefill_parts"] == 0
+    assert plan(batch=5, num_tokens=4096 + 64, max_keys=131072)["prefill_parts"] == 4 * SMS
     assert plan(batch=64, num_tokens=64 + 128, max_keys=131072)["prefill_parts"] == 4 * SMS
 
 
 def test_tiles_of_one_packed_sequence_are_counted_exactly():
     assert plan(batch=1, num_tokens=128, max_keys=131072)["prefill_tiles"] == 4 * 8
     assert plan(batch=1, num_tokens=129, max_keys=131072)["prefill_tiles"] == 5 * 8
-
-
-# SMs take a part each, in waves: tiles x splits shares them out evenly, where keys are enough for it.
-@pytest.mark.parametrize(
-    "tiles, blocks, splits",
-    [
-        (32, 1024, 4), (66, 1024, 2), (8, 1024, 16), (1, 1024, 128),  # one wave
-        (48, 1024, 11), (48, 64, 5), (48, 32, 2),  # four waves, two and one
-        (100, 1024, 5), (100, 32, 1),  # 1.0 of the time of whole tiles to 0.8 and merging
-        (132, 1024, 1), (264, 1024, 1), (1000, 1024, 1), (140, 1024, 3),
-        (32, 4, 1), (1, 7, 1), (1, 8, 2), (0, 1024, 1), (1, 0, 1),
-    ],
-)  # fmt: skip
-def test_splits_fill_waves(tiles, blocks, splits):
-    assert ffi.load("cpu").module.prefill_splits(tiles, blocks) == splits
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_splits_fit_the_workspace(seed):
-    rng = np.random.default_rng(seed)
-    for _ in range(200):
-        tiles, blocks, parts = int(rng.integers(0, 600)), int(rng.integers(0, 1 << 24)), int(rng.integers(0, 529))
-        splits = ffi.load("cpu").module.prefill_splits(tiles, blocks, sms=int(rng.integers(1, 200)), parts=parts)
-        assert 1 <= splits <= max(1, blocks // 4) and (splits == 1 or tiles * splits <= parts)
 
 
 @pytest.mark.parametrize("empty", [dict(batch=4, num_tokens=0), dict(batch=4, num_tokens=4, num_heads=0)])

@@ -146,6 +146,79 @@ def test_pages(page_size, prefix):
     )
 
 
+# Sequences (new tokens, all tokens), what the call has besides, and whether tiles are longer than an SM's share: cut.
+PIECES = dict(
+    one=([(64, 20000), (500, 500), (700, 700)], {}, True),
+    last=([(500, 500), (0, 0), (700, 700), (64, 20000)], {}, True),
+    lengths=([(64, 20000), (100, 6000), (30, 1300), (300, 300)], {}, True),
+    beside_decode=([(1, 3000)] * 30 + [(40, 9000), (500, 500)], {}, True),
+    many=([(8, 500 + 150 * b) for b in range(40)], dict(heads=(8, 1)), True),  # more sequences than lanes
+    whole=([(300, 2300), (40, 40), (700, 900), (9, 3000), (150, 1200)], dict(heads=(32, 8)), False),
+    short=([(300, 300), (40, 40), (700, 900)], {}, False),
+    stay=([(64, 20000), (2300, 2300), (2300, 2300)], dict(heads=(16, 4)), True),  # tiles enough for blocks that stay
+    uniform=([(64, 20000), (64, 64), (64, 700)], dict(uniform=True), True),
+    window=([(64, 20000), (500, 5000), (700, 700)], dict(local_window_size=(3000, 0)), True),
+    prefix=([(64, 20000), (500, 500), (64, 64)], dict(prefix=3000), True),
+    sinks=([(64, 20000), (500, 500)], dict(sinks=True), True),
+    full=([(64, 20000), (500, 500)], dict(is_causal=False), True),
+    int8=([(64, 20000), (500, 500)], dict(kv_dtype="int8"), True),
+    d64=([(64, 20000), (500, 500)], dict(D=64), True),
+    d256=([(64, 20000), (500, 500)], dict(D=256), True),
+)
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_long_tiles_among_others(name):
+    sequences, case, is_cut = PIECES[name]
+    case = dict(heads=(8, 2), D=128, kv_dtype="bfloat16") | case
+    (H, K), D = case.pop("heads"), case.pop("D")
+    new, lens = np.array(sequences).T
+    prefix, uniform, page = case.pop("prefix", 0), case.pop("uniform", False), 64
+    counts = -(-(lens - prefix).clip(0) // page)
+    pages, shared = int(counts.sum()) + 2, -(-prefix // page)
+    ids, table = np.random.default_rng(0).permutation(pages + shared), np.full((len(lens), 32768 // page), -1, np.int32)
+    for b, first in enumerate(np.cumsum(counts) - counts):
+        table[b, : counts[b]] = ids[first : first + counts[b]]
+    cache = ta.PagedKVCache.create(pages + shared, K, D, page_size=page, dtype=case.pop("kv_dtype"))
+    if prefix:
+        lens = (lens - prefix).clip(new)
+        case["shared_prefix"] = (jnp.array(ids[pages:], jnp.int32), jnp.int32(prefix))
+    if cache.key.dtype == jnp.bfloat16:
+        cache = dataclasses.replace(cache, key=normal(1, *cache.key.shape), value=normal(2, *cache.value.shape))
+    else:
+        rows = pages * page
+        everything = jnp.arange(pages, dtype=jnp.int32)[None]
+        cache = ta.append_kv(
+            cache,
+            normal(1, rows, K, D),
+            normal(2, rows, K, D),
+            everything,
+            jnp.array([rows], jnp.int32),
+            jnp.array([0, rows], jnp.int32),
+        )
+    if case.pop("sinks", False):
+        case["sinks"] = jnp.linspace(-1.0, 1.0, H)
+    tokens = int(new.sum()) + (0 if uniform else 5)
+    query = normal(3, tokens, H, D)
+    offsets = jnp.array(np.concatenate([[0], np.cumsum(new)]), jnp.int32)
+
+    def call(implementation, **how):
+        how = dict(return_residual=True, implementation=implementation) | case | how
+        if not uniform:
+            return ta.paged_attention(query, cache, jnp.array(table), jnp.array(lens, jnp.int32), offsets, **how)
+        rows = query.reshape(len(new), -1, H, D)
+        out, lse = ta.paged_decode(rows, cache, jnp.array(table), jnp.array(lens, jnp.int32), **how)
+        return out.reshape(query.shape), lse.reshape(query.shape[:2])
+
+    out, lse = call("cuda")
+    for result, expected in zip((out, lse), call("cuda"), strict=True):
+        np.testing.assert_array_equal(result, expected)
+    owned = slice(0, int(new.sum()))
+    check_values(out, lse[owned], (expected := call("cuda:sm80"))[0], expected[1][owned])
+    whole, _ = call("cuda", batch_invariant=True)
+    assert bool((out[owned] != whole[owned]).any()) == is_cut
+
+
 def test_garbage():
     """Any int32 in page ids, lengths, layers: no hang, the same bits twice, and sm80's values.
 

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
     if (extra > 0 && split != 0) return;
     const int parts = extra > 0 ? 1 : splits;
     if (parts > 1 && block == 0 && threadIdx.x == 0) {
-      *workspace.header = {static_cast<int>(params.max_tiles * KvHeadsOf(params)), splits};
+      *workspace.header = {static_cast<int>(params.max_tiles * KvHeadsOf(params))};
     }
     const int64_t uniform = UniformQueryLength(params), skipped = SkippedLength(params);
     FoundTile found;
@@ -182,8 +182,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
       shared.parts = parts;
       shared.extra = extra;
       if (parts > 1 && split == 0) {
-        workspace.info[tile_index] = {static_cast<int>(found.b), static_cast<int>(head), static_cast<int>(first_row),
-                                      rows};
+        workspace.info[tile_index] = {
+            static_cast<int>(found.b), static_cast<int>(head), static_cast<int>(first_row), rows, parts, block, 1};
       }
     }
     __syncthreads();

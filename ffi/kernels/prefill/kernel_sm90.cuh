@@ -68,36 +68,139 @@ __device__ inline int64_t LengthOf(const LinearAttentionParams& params, int64_t 
   return range.hi - range.lo;
 }
 
-// Whether the keys of tiles are cut in parts. By one warp.
+// Blocks of keys that the tiles of a sequence see, about, and no fewer than any of them.
+template <int kKeys>
+__device__ int LikelyBlocks(const PagedAttentionParams& params, int64_t b, int64_t tokens) {
+  const Sequences& seqs = params.seqs;
+  int64_t keys = max(seqs.kv_lens[b], 0);
+  if (seqs.prefix_len != nullptr) keys += max(*seqs.prefix_len, 0);
+  if (const int32_t* window = params.score.window) {
+    const int64_t left = window[2 * b], right = params.score.is_causal ? 0 : window[2 * b + 1];
+    if (left >= 0 && right >= 0) keys = min(keys, left + tokens + right);
+  }
+  if (seqs.cp_size > 1) keys = Divide(keys, seqs.cp_size) + 1;
+  keys = min(keys, (seqs.max_pages + seqs.num_prefix_pages) * params.cache.page_size);
+  return static_cast<int>(static_cast<uint64_t>(keys + kKeys - 1) / kKeys);
+}
+
+// Fills `found`, in a call with long tiles; `tiles` is the number of all. Returns how many there are, if they are cut.
 template <class Traits>
-__device__ SplitSm90 ChooseSplits(const LinearAttentionParams&, const ScheduleSm90& schedule) {
-  return {schedule.items, 1, 0};
+__device__ int CutLongTiles(const PagedAttentionParams& params, int sms, float tiles, CallTiles call, bool in_pairs,
+                            LongSequencesSm90* found) {
+  const int lane = threadIdx.x % kWarp;
+  const int64_t batch = BatchOf(params);
+  const int heads = static_cast<int>(KvHeadsOf(params));
+  // Their tiles, and their blocks where pieces will be.
+  int count = 0, long_tiles = 0;
+  float long_blocks = 0.f;
+#pragma unroll 1
+  for (int64_t base = 0; base < min(batch, int64_t{LongSequencesSm90::kExamined}); base += kWarp) {
+    const int64_t b = base + lane, tokens = b < batch ? WrittenTokens(params, b) : 0;
+    int blocks = 0, own = 0;
+    if (tokens > 0) {
+      blocks = LikelyBlocks<Traits::kKeys>(params, b, tokens);
+      own = static_cast<int>(CountTiles<Traits::kRows>(params, b)) * heads;
+    }
+    bool is_long = IsLong(blocks, call.blocks, sms);
+    const int place = count + __popc(__ballot_sync(~0u, is_long) & ((1u << lane) - 1u));
+    is_long = is_long && place < LongSequencesSm90::kMost;
+    const uint32_t here = __ballot_sync(~0u, is_long);
+    int end = is_long ? own : 0;
+    long_blocks += static_cast<float>(end) * static_cast<float>(blocks);
+    for (int step = 1; step < kWarp; step *= 2) {
+      const int other = __shfl_up_sync(~0u, end, step);
+      if (lane >= step) end += other;
+    }
+    if (is_long) found->sequences[place] = {static_cast<int>(b), blocks, long_tiles + end, 0};
+    if (lane == 0) found->bits[base / kWarp] = here;
+    count += __popc(here);
+    long_tiles += __shfl_sync(~0u, end, kWarp - 1);
+  }
+  for (int step = 1; step < kWarp; step *= 2) long_blocks += __shfl_xor_sync(~0u, long_blocks, step);
+  __syncwarp();
+  if (long_tiles > kMaxCutTiles) return 0;
+  call.long_tiles = long_tiles;
+  call.others = tiles - static_cast<float>(long_tiles);
+  // Each lane tries other pieces.
+  const auto tiles_of = [&](int i) {
+    return found->sequences[i].tiles_end - (i > 0 ? found->sequences[i - 1].tiles_end : 0);
+  };
+  const auto blocks_of = [&](int i) { return found->sequences[i].pieces; };
+  int64_t best = BestPieces(call, count, tiles_of, blocks_of, sms, lane + 2, kWarp);
+  for (int step = 1; step < kWarp; step *= 2) best = min(best, __shfl_xor_sync(~0u, best, step));
+  const int most = static_cast<int>(best);
+  int pieces = 0;
+#pragma unroll 1
+  for (int base = 0; base < count; base += kWarp) {
+    const int i = base + lane;
+    int end = 0;
+    if (i < count) {
+      LongSequencesSm90::Sequence& sequence = found->sequences[i];
+      sequence.pieces = PiecesOf(sequence.pieces, most);
+      end = tiles_of(i) * sequence.pieces;
+    }
+    for (int step = 1; step < kWarp; step *= 2) {
+      const int other = __shfl_up_sync(~0u, end, step);
+      if (lane >= step) end += other;
+    }
+    if (i < count) found->sequences[i].pieces_end = pieces + end;
+    pieces += __shfl_sync(~0u, end, kWarp - 1);
+  }
+  if (lane == 0) {
+    found->count = count;
+    found->pieces = pieces;
+    found->others = OtherTiles(call, pieces, most, long_blocks, sms);
+    if (in_pairs) found->others.each /= 2;
+  }
+  __syncwarp();
+  return most < call.longest ? long_tiles : 0;
+}
+
+// By one warp, all blocks to the same end.
+template <class Traits>
+__device__ void FindLongSequences(const LinearAttentionParams&, int, bool, LongSequencesSm90* found) {
+  found->count = 0;
 }
 
 template <class Traits>
-__device__ SplitSm90 ChooseSplits(const PagedAttentionParams& params, const ScheduleSm90& schedule) {
-  if (schedule.parts == 0) return {schedule.items, 1, 0};
-  int64_t tiles = 0;
-  int blocks = 0;  // of the longest sequence
+__device__ void FindLongSequences(const PagedAttentionParams& params, int sms, bool in_pairs,
+                                  LongSequencesSm90* found) {
+  const int lane = threadIdx.x % kWarp;
+  if (lane == 0) found->count = 0;
+  __syncwarp();
+  if (sms == 0) return;
+  const int64_t batch = BatchOf(params);
+  const int heads = static_cast<int>(KvHeadsOf(params));
+  bool may_be = params.seqs.prefix_len != nullptr;
 #pragma unroll 1
-  for (int64_t b = threadIdx.x % kWarp; b < BatchOf(params); b += kWarp) {
-    const int64_t own = CountTiles<Traits::kRows>(params, b);
-    if (own == 0) continue;
-    tiles += own;
-    const SequenceView view = ViewSequence(params, b);
-    blocks = max(blocks, BlockList<Traits::kKeys>(view, 0, view.q_len - 1).total());
+  for (int64_t b = lane; b < batch; b += kWarp) {
+    may_be = may_be || params.seqs.kv_lens[b] > (kMinLong - 1) * Traits::kKeys;
   }
-  for (int step = 1; step < kWarp; step *= 2) {
-    tiles += __shfl_xor_sync(~0u, tiles, step);
-    blocks = max(blocks, __shfl_xor_sync(~0u, blocks, step));
+  int cut_tiles = 0;
+  if (__any_sync(~0u, may_be)) {
+    CallTiles call;
+    float tiles = 0.f;
+#pragma unroll 1
+    for (int64_t b = lane; b < batch; b += kWarp) {
+      const int64_t tokens = WrittenTokens(params, b);
+      if (tokens == 0) continue;
+      const int blocks = LikelyBlocks<Traits::kKeys>(params, b, tokens);
+      const float own = static_cast<float>(CountTiles<Traits::kRows>(params, b) * heads);
+      tiles += own;
+      call.blocks += own * static_cast<float>(blocks);
+      call.longest = max(call.longest, blocks);
+    }
+    for (int step = 1; step < kWarp; step *= 2) {
+      tiles += __shfl_xor_sync(~0u, tiles, step);
+      call.blocks += __shfl_xor_sync(~0u, call.blocks, step);
+      call.longest = max(call.longest, __shfl_xor_sync(~0u, call.longest, step));
+    }
+    if (IsLong(call.longest, call.blocks, sms))
+      cut_tiles = CutLongTiles<Traits>(params, sms, tiles, call, in_pairs, found);
   }
-  const int64_t all = tiles * KvHeadsOf(params);
-  const int splits = PrefillSplits(all, blocks, schedule.sms, schedule.parts);
-  if (blockIdx.x == 0 && threadIdx.x % kWarp == 0) {
-    *SplitWorkspace<Traits::kRows, Traits::kValueDim>(params).header = {splits > 1 ? static_cast<int>(all) : 0, splits};
+  if (blockIdx.x == 0 && lane == 0) {
+    *SplitWorkspace<Traits::kRows, Traits::kValueDim>(params).header = {cut_tiles};
   }
-  if (splits == 1) return {schedule.items, 1, 0};
-  return {blockIdx.x < schedule.sms ? all * splits : 0, splits, static_cast<int>(tiles)};
 }
 
 // The tiles of a block, one after the other. One warp; all lanes hold the same.
@@ -110,18 +213,22 @@ __device__ SplitSm90 ChooseSplits(const PagedAttentionParams& params, const Sche
 // sees less than half of what the last sees: others' tiles are nearly alike, and one at a time they are shared out more
 // evenly.
 //
-// Where keys are cut in parts, an item is a part of a tile, and as many blocks as there are SMs share them out. All
-// tiles have been counted: ranges that overlap make no more.
+// Before all that, of calls with long tiles, those or pieces of them, by sequence, head and place in the keys: tiles
+// that read the same keys are side by side. See OtherTiles for which others follow.
 template <class Traits, class Params>
 struct TileWalkSm90 {
   static constexpr int kRows = Traits::kRows;
+  static constexpr bool kCuts = std::is_same_v<Params, PagedAttentionParams>;
   const ArgumentsSm90<Params>& args;
   int64_t round = 0, item = blockIdx.x;  // the next
   FoundTile found = {};                  // packed calls: of the item, its sequence and its number there
   bool mirrored = false;                 // in pairs: the item's second tile is the next
-  const SplitSm90& split;
+  const LongSequencesSm90& long_ones;
+  int64_t piece = blockIdx.x;  // the next
+  int fillers = 0;             // items that the block has taken for want of a piece
 
-  __device__ TileWalkSm90(const ArgumentsSm90<Params>& args, const SplitSm90& split) : args(args), split(split) {}
+  __device__ TileWalkSm90(const ArgumentsSm90<Params>& args, const LongSequencesSm90& long_ones)
+      : args(args), long_ones(long_ones) {}
 
   // To the item of the next round. Those of the last heads' single tiles go there and back: who had a longer tile gets
   // a shorter one.
@@ -138,33 +245,49 @@ struct TileWalkSm90 {
     const ScheduleSm90& schedule = args.schedule;
     const int64_t uniform = UniformQueryLength(params), group = GroupOf(params);
     const int64_t batch = BatchOf(params), kv_heads = KvHeadsOf(params);
-    const auto tiles_of = [&](int64_t b) { return CountTiles<kRows>(params, b); };
+    const bool cuts = kCuts && long_ones.count > 0;
+    const auto tiles_of = [&](int64_t b) { return cuts && long_ones.Has(b) ? 0 : CountTiles<kRows>(params, b); };
     const auto pairs_of = [&](int64_t b) {
       return schedule.in_pairs && 2 * WrittenTokens(params, b) > LengthOf(params, b);
     };
     const auto levels_of = [&](int64_t tiles, bool in_pairs) { return in_pairs ? (tiles + 1) / 2 : tiles; };
-    int64_t b, index, head, length, part = kWholeTile;
+    int64_t b, index, head, length;
+    int pieces = 1, place = 0, stride = 0, number = 0;  // of a long tile, and the number of that
+    const OtherTiles& others = long_ones.others;
+    const int filler = static_cast<int>(blockIdx.x) - others.first_idle;
+    const bool fills = cuts && fillers < others.each && filler >= 0 && filler < others.idle;
     // The tile of a sequence and head that an item of theirs names; then on to the next.
     const auto take = [&](int64_t tiles, bool in_pairs, int64_t level) {
       index = mirrored ? level : tiles - 1 - level;
       mirrored = in_pairs && !mirrored && level != tiles - 1 - level;
-      if (!mirrored) Advance();
+      if (!mirrored && !fills) Advance();
+      if (!mirrored && fills) ++fillers;
     };
     bool none;
-    if (split.splits > 1) {
-      none = item >= split.items;
-      if (!none) {
-        part = item;
-        item += schedule.sms;
-        const int64_t number = Divide(part, split.splits);
-        head = Divide(number, split.head_tiles);
-        found = FindTileByWarp(batch, number - head * split.head_tiles, tiles_of);
-        b = found.b;
-        length = WrittenTokens(params, b);
-        index = tiles_of(b) - 1 - found.index;
+    const int slot = static_cast<int>(piece);
+    if (cuts && piece < long_ones.pieces && blockIdx.x < schedule.sms) {
+      none = false;
+      piece += schedule.sms;
+      const int lane = threadIdx.x % kWarp;
+      int i = 0;
+      for (uint32_t after;; i += kWarp) {
+        after = __ballot_sync(~0u, i + lane < long_ones.count && slot < long_ones.sequences[i + lane].pieces_end);
+        if (after == 0) continue;
+        i += __ffs(static_cast<int>(after)) - 1;
+        break;
       }
-    } else if (uniform > 0) {
-      none = item >= split.items;
+      const LongSequencesSm90::Sequence& sequence = long_ones.sequences[i];
+      b = sequence.b;
+      length = WrittenTokens(params, b);
+      pieces = sequence.pieces;
+      stride = static_cast<int>(CountTiles<kRows>(params, b));
+      const PiecePlace at(slot - (i > 0 ? (&sequence)[-1].pieces_end : 0), stride, pieces);
+      head = at.head;
+      place = at.place;
+      index = stride - 1 - at.tile;
+      number = (i > 0 ? (&sequence)[-1].tiles_end : 0) + at.head * stride + at.tile;
+    } else if (uniform > 0 && !cuts) {
+      none = item >= schedule.items;
       if (!none) {
         const int64_t tiles = Divide(params.max_tiles, batch), levels = levels_of(tiles, schedule.in_pairs);
         const bool single = item >= schedule.paired_heads * levels;
@@ -181,7 +304,9 @@ struct TileWalkSm90 {
       }
     } else {
       if (!mirrored) {
-        found = FindTileByWarp(batch, item, [&](int64_t b) { return levels_of(tiles_of(b), pairs_of(b)) * kv_heads; });
+        const int64_t before = cuts ? int64_t{others.idle} * others.each : 0;
+        const int64_t next = fills ? int64_t{others.idle} * fillers + filler : before + item;
+        found = FindTileByWarp(batch, next, [&](int64_t b) { return levels_of(tiles_of(b), pairs_of(b)) * kv_heads; });
       }
       none = found.b >= batch;
       if (!none) {
@@ -213,19 +338,27 @@ struct TileWalkSm90 {
       if (last_token >= view.q_len) tile->blocks.ForgetCommon();
       tile->begin = 0;
       tile->end = tile->blocks.total();
-      tile->part = part;
-      if (part != kWholeTile) SetPart(tile);
-    }
-  }
-
-  __device__ void SetPart(TileSm90<Traits>* tile) const {
-    const int64_t total = tile->end, number = Divide(tile->part, split.splits);
-    const int64_t place = tile->part - number * split.splits;
-    tile->begin = static_cast<int>(Divide(total * place, split.splits));
-    tile->end = static_cast<int>(Divide(total * (place + 1), split.splits));
-    if (place == 0) {
-      SplitWorkspace<kRows, Traits::kValueDim>(args.params).info[number] = {
-          static_cast<int>(tile->b), static_cast<int>(tile->head), static_cast<int>(tile->first_row), tile->num_rows};
+      tile->part = kWholeTile;
+      if constexpr (kCuts) {
+        if (stride > 0) {
+          const SplitWorkspace<kRows, Traits::kValueDim> workspace(params);
+          if (pieces > 1) {
+            const int64_t total = tile->end;
+            tile->begin = static_cast<int>(Divide(total * place, pieces));
+            tile->end = static_cast<int>(Divide(total * (place + 1), pieces));
+            tile->part = slot;
+          }
+          if (place == 0) {
+            workspace.info[number] = {static_cast<int>(b),
+                                      static_cast<int>(head),
+                                      static_cast<int>(first_row),
+                                      pieces > 1 ? rows : 0,
+                                      pieces,
+                                      slot,
+                                      stride};
+          }
+        }
+      }
     }
   }
 };
@@ -348,13 +481,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
 
   if (warpgroup == 0) {
     if (warp == kTileWarp) {  // before registers are given away
-      const SplitSm90 split = ChooseSplits<Traits>(params, args.schedule);
-      if (threadIdx.x % kWarp == 0) shared.split = split;
-      __syncwarp();
+      FindLongSequences<Traits>(params, args.schedule.sms, args.schedule.in_pairs, &shared.long_sequences);
     }
     GiveRegisters<Traits::kProducerRegisters>();
     if (warp == kTileWarp) {
-      TileWalkSm90<Traits, Params> walk(args, shared.split);
+      TileWalkSm90<Traits, Params> walk(args, shared.long_sequences);
       for (RingSlot<Shared::kTiles> slot(1);; slot.Advance()) {
         WaitBarrier(&shared.tile_empty[slot.index], slot.parity, kTileEmpty);
         TileSm90<Traits>& tile = shared.tiles[slot.index];

@@ -99,8 +99,8 @@ cudaError_t EncodeKeys(const PagedAttentionParams& params, const void* array, in
 // took 16 % of 16 x 1024 on an H200.
 constexpr int64_t kSectionBytes = int64_t{2} << 20;
 
-inline int64_t MaxPartsOf(const LinearAttentionParams&) { return 0; }
-inline int64_t MaxPartsOf(const PagedAttentionParams& params) { return params.plan.prefill_parts; }
+inline bool MayCutTiles(const LinearAttentionParams&) { return false; }
+inline bool MayCutTiles(const PagedAttentionParams& params) { return params.plan.prefill_parts > 0; }
 
 template <class Traits, class Params>
 ScheduleSm90 MakeSchedule(const Params& params, bool in_pairs, int64_t workers) {
@@ -126,23 +126,21 @@ ScheduleSm90 MakeSchedule(const Params& params, bool in_pairs, int64_t workers) 
 // after: 2 to 5 % of chunked calls, a third of causal ones of two tiles a block. Causal calls take a long and a short
 // tile of a sequence in turn, so that its items are the same work. Uniform ones do so for as many heads as fill whole
 // rounds; the tiles of the last heads follow one by one, longest first, there and back: what is left of the last pairs
-// would leave 3 % of the blocks' time idle where they have 8 pairs each. Where keys are cut in parts, a block a tile:
-// the hardware then evens their lengths out.
+// would leave 3 % of the blocks' time idle where they have 8 pairs each. Of few tiles, that may differ, no pairs; if
+// none can be cut, a block a tile, whose lengths the hardware evens out.
 template <class Traits, class Params>
 ScheduleSm90 ChooseSchedule(const Params& params, int sms) {
-  const int64_t parts = MaxPartsOf(params);
+  const bool cuts = MayCutTiles(params);
   // Of ranges there may be far fewer tiles than MaxTiles, which counts one for the end of each sequence.
   const int64_t full = QueryRows(params) * params.num_heads / Traits::kRows;
   const bool uniform = UniformQueryLength(params) > 0 && BatchOf(params) > 0;
-  if (parts == 0 && (uniform || full >= sms)) {
-    return MakeSchedule<Traits>(params, params.score.is_causal, sms);
-  }
-  // Blocks for the full ones, which look for the others too.
-  ScheduleSm90 schedule = MakeSchedule<Traits>(params, false, uniform ? INT64_MAX : full + sms);
-  if (parts > 0) {
-    schedule.parts = parts;
-    schedule.sms = sms;
-    schedule.workers = std::max<int64_t>(schedule.workers, sms);
+  const bool many = cuts ? full >= 2 * int64_t{sms} : uniform || full >= sms;
+  // Blocks for the full tiles, which look for the others too.
+  const int64_t workers = many || cuts ? sms : full + sms;
+  ScheduleSm90 schedule = MakeSchedule<Traits>(params, params.score.is_causal && many, workers);
+  if (cuts) {
+    schedule.sms = std::min(sms, kPrefillSms);
+    schedule.workers = sms;
   }
   return schedule;
 }
@@ -175,9 +173,7 @@ cudaError_t LaunchScheduled(const Params& params, const ScheduleSm90& schedule, 
   config.stream = stream;
   error = cudaLaunchKernelEx(&config, kernel, args);
   if constexpr (std::is_same_v<Params, PagedAttentionParams>) {
-    if (error == cudaSuccess && schedule.parts > 0) {
-      error = LaunchMerge<Traits>(params, schedule.parts / 2, true, stream);
-    }
+    if (error == cudaSuccess && schedule.sms > 0) error = LaunchMerge<Traits>(params, kMaxCutTiles, true, stream);
   }
   return error;
 }

@@ -19,6 +19,7 @@
 #include "kernels/common/score.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/prefill/non_finite_sm90.cuh"
+#include "kernels/prefill/pieces.h"
 #include "kernels/prefill/tile_sm90.cuh"
 #include "kernels/prefill/traits.h"
 
@@ -33,8 +34,7 @@ struct ScheduleSm90 {
   int64_t paired_heads = 0;             // uniform calls: pairs before the last, whose tiles are taken one by one
   int64_t single_from = INT64_MAX / 2;  // the round in which these begin
   bool in_pairs = false;  // an item may be a long tile and the short one of its sequence that makes up for it
-  int64_t parts = 0;      // of tiles that the workspace holds; 0: keys stay whole
-  int sms = 0;            // that work on parts
+  int sms = 0;            // that long tiles are cut over; 0: keys stay whole
 };
 
 template <class Params>
@@ -49,11 +49,23 @@ struct ArgumentsSm90 {
   int page_shift = 0;          // pages have 1 << page_shift tokens
 };
 
-// What a block's warp that chooses tiles has found of parts.
-struct SplitSm90 {
-  int64_t items;   // parts of all tiles
-  int splits;      // parts of a tile; 1: keys stay whole
-  int head_tiles;  // tiles of a kv head
+// The sequences with long tiles (pieces.h), as the warp of a block that chooses tiles has found them.
+struct LongSequencesSm90 {
+  static constexpr int kMost = 64;        // head dim 192 leaves room for no more
+  static constexpr int kExamined = 1024;  // the sequences that can be
+  struct alignas(16) Sequence {
+    int b;
+    int pieces;      // of a tile
+    int tiles_end;   // of this sequence's tiles and all before
+    int pieces_end;  // the same
+  };
+  int count;   // 0: there is none
+  int pieces;  // in all
+  OtherTiles others;
+  Sequence sequences[kMost];
+  uint32_t bits[kExamined / 32];  // bit b % 32 of word b / 32: it is one of them
+
+  __device__ bool Has(int64_t b) const { return count > 0 && b < kExamined && (bits[b / 32] >> (b % 32) & 1u) != 0; }
 };
 
 // Names of waits, for WaitBarrier().
@@ -108,7 +120,7 @@ struct SharedSm90 {
   uint64_t tile_full[kTiles], rows_full[kTiles], tile_empty[kTiles];
   uint32_t mapped[Traits::kStages];  // of a K tile: bit g: keys 8 g .. 8 g + 7 lie on a mapped page
   TileSm90<Traits> tiles[kTiles];
-  SplitSm90 split;  // of the warp that chooses tiles alone: its registers are few
+  LongSequencesSm90 long_sequences;  // of paged calls
 
   // By one thread, before anything else.
   __device__ void InitBarriers() {

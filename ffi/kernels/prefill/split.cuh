@@ -14,19 +14,20 @@
 
 namespace turboattn::prefill {
 
-// Parts p * splits .. p * splits + splits - 1 are those of tile p.
 struct SplitHeader {
   int tiles;  // 0: no tile has been cut
-  int splits;
-  int unused[2];
+  int unused[3];
 };
 static_assert(sizeof(SplitHeader) == kSplitInts * sizeof(int32_t));
 
-struct TileInfo {
+struct alignas(16) TileInfo {
   int b;
   int head;       // kv head
   int first_row;  // of the sequence; split calls have few rows
-  int rows;       // 0: there is no such tile
+  int rows;       // 0: there is no such tile, or it is whole
+  int parts;
+  int first_part, stride;  // where its parts are
+  int unused;
 };
 static_assert(sizeof(TileInfo) == kTileInts * sizeof(int32_t));
 
@@ -39,7 +40,7 @@ struct SplitWorkspace {
   __device__ explicit SplitWorkspace(const PagedAttentionParams& params) {
     header = reinterpret_cast<SplitHeader*>(static_cast<char*>(params.workspace.data) + params.plan.prefill_offset);
     info = reinterpret_cast<TileInfo*>(header + 1);
-    data = reinterpret_cast<float*>(info + kMaxPrefillParts);
+    data = reinterpret_cast<float*>(info + kMaxCutTiles);
   }
   __device__ explicit SplitWorkspace(const LinearAttentionParams&) : header(nullptr), info(nullptr), data(nullptr) {}
   __device__ float* Part(int64_t part) const { return data + part * (kRows * (kDim + 2)); }
@@ -58,17 +59,16 @@ __global__ void __launch_bounds__(kMergeWarps* kWarp) MergeSplits(const __grid_c
   LaunchDependents();  // decode
   WaitForPrerequisites();
   const SplitWorkspace<kRows, Traits::kValueDim> workspace(params);
-  const int tiles = workspace.header->tiles, splits = workspace.header->splits, group = GroupOf(params);
-  for (int64_t item = blockIdx.x * kMergeWarps + threadIdx.x / kWarp; item < static_cast<int64_t>(tiles) * kRows;
-       item += static_cast<int64_t>(gridDim.x) * kMergeWarps) {
-    const int64_t tile = item / kRows;
-    const int row = static_cast<int>(item % kRows);
+  const int tiles = workspace.header->tiles, group = GroupOf(params);
+  for (int item = blockIdx.x * kMergeWarps + threadIdx.x / kWarp; item < tiles * kRows;
+       item += gridDim.x * kMergeWarps) {
+    const int tile = item / kRows, row = item % kRows;
     const TileInfo info = workspace.info[tile];
     if (row >= info.rows) continue;
+    const auto part_of = [&](int part) { return workspace.Row(info.first_part + part * info.stride, row); };
     const int r = info.first_row + row, i = r / group;
     MergeParts<typename Traits::E, Traits::kValueDim>(
-        params, splits, [&](int split) { return workspace.Row(tile * splits + split, row); },
-        QueryRange(params.seqs, info.b).lo + i, info.head * group + (r - i * group));
+        params, info.parts, part_of, QueryRange(params.seqs, info.b).lo + i, info.head * group + (r - i * group));
   }
 }
 
