@@ -1,4 +1,4 @@
-"""The CUDA kernels on this host's GPU beside their peers: decode, prefill, chunked prefill from pages, append.
+"""The CUDA kernels on this host's GPU beside their peers: decode, prefill, chunked prefill and mixed batches, append.
 
     python benchmarks/bench_gpu.py [--quick] [--only KIND or WORD] [--peers NAME,...] [--limit SECONDS]
 

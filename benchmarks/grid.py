@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 CEILING = "128x8192 h32/8 p64"  # the decode row that reads so much that it shows the read stream
 
@@ -79,6 +80,26 @@ class Chunked:
     def name(self) -> str:
         dtype = "" if self.kv_dtype == "bfloat16" else f" {self.kv_dtype}"
         return f"{self.batch}x({self.new} on {self.history}) h{self.heads[0]}/{self.heads[1]} p{self.page_size}{dtype}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """A packed call, as an engine's steps are: sequences of (causal queries, tokens before them), from pages."""
+
+    sequences: tuple[tuple[int, int], ...]
+    page_size: int = 64
+    heads: tuple[int, int] = (32, 8)
+    head_dim: int = 128
+    kv_dtype: str = "bfloat16"
+    quick: bool = False
+    kind = "mixed"
+
+    @property
+    def name(self) -> str:
+        groups = (
+            f"{len(list(group))}x({new} on {before})" for (new, before), group in itertools.groupby(self.sequences)
+        )
+        return f"{' '.join(groups)} h{self.heads[0]}/{self.heads[1]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,10 +182,19 @@ CHUNKED = (
     Chunked(1, 128, 131072),
     Chunked(4, 1024, 8192, kv_dtype="int8"),
 )
+MIXED = (
+    Mixed(((1, 4096),) * 64 + ((512, 4096),), quick=True),
+    Mixed(((1, 8000),) * 64 + ((64, 131008), (1024, 0))),
+    Mixed(((64, 131008),) + ((1024, 0),) * 4),
+    Mixed(((300, 2000),) * 8),
+    Mixed(((2000, 0),) * 2),
+    Mixed(((300, 2000), (40, 0), (700, 200), (9, 2991), (150, 1050))),
+    Mixed(((128, 30000),) + ((128, 0),) * 3),
+)
 APPEND = tuple(
     Append(tokens, dtype, quick=tokens == 32768 and dtype in ("bfloat16", "int8"))
     for tokens in (8192, 32768)
     for dtype in ("bfloat16", "int8", "int4", "float8_e4m3fn")
 )
 # Those that say whether anything is wrong first: a run may be cut short.
-ALL = (*DECODE, *PREFILL, *CHUNKED, *APPEND)
+ALL = (*DECODE, *PREFILL, *CHUNKED, *MIXED, *APPEND)

@@ -297,6 +297,24 @@ def chunked_works(case: grid.Chunked) -> Iterator[tuple[str, Callable[[], Work]]
     yield "fa3", fa3
 
 
+def mixed_works(case: grid.Mixed) -> Iterator[tuple[str, Callable[[], Work]]]:
+    new, before = map(np.array, zip(*case.sequences))
+    data = pages(tuple(map(int, new + before)), case.heads[1], case.head_dim, case.page_size, case.kv_dtype)
+    query = random(100, (int(new.sum()), case.heads[0], case.head_dim))
+    offsets = jnp.array([0, *np.cumsum(new)], jnp.int32)
+
+    def ours(implementation):
+        def call(query, cache, table):
+            return ta.paged_attention(
+                query, cache, table, data.lens, offsets, max_q_len=int(new.max()), implementation=implementation
+            )
+
+        return Work(call, query, data.cache, tuple(data.tables), pattern(implementation))
+
+    for name in (*OURS, "cuda:sm80"):
+        yield name, functools.partial(ours, name)
+
+
 # ---- append
 
 
@@ -321,7 +339,7 @@ def append_works(case: grid.Append) -> Iterator[tuple[str, Callable[[], Work]]]:
     yield "xla", functools.partial(ours, "xla")
 
 
-WORKS = dict(decode=decode_works, prefill=prefill_works, chunked=chunked_works, append=append_works)
+WORKS = dict(decode=decode_works, prefill=prefill_works, chunked=chunked_works, mixed=mixed_works, append=append_works)
 
 
 def works(case) -> Iterator[tuple[str, Callable[[], Work]]]:
@@ -339,6 +357,9 @@ def amount(case) -> tuple[float, str]:
     if case.kind == "chunked":
         pairs = case.new * case.history + case.new * (case.new + 1) / 2
         return 4 * case.batch * case.heads[0] * case.head_dim * pairs / 1e12, "TFLOP/s"
+    if case.kind == "mixed":
+        pairs = sum(new * before + new * (new + 1) / 2 for new, before in case.sequences)
+        return 4 * case.heads[0] * case.head_dim * pairs / 1e12, "TFLOP/s"
     kv_heads = case.kv_heads if case.kind == "append" else case.heads[1]
     cache = jax.eval_shape(
         lambda: ta.PagedKVCache.create(1, kv_heads, case.head_dim, page_size=case.page_size, dtype=case.kv_dtype)
@@ -348,14 +369,20 @@ def amount(case) -> tuple[float, str]:
     return sum(case.lens) * cache.nbytes_per_token / 1e12, "TB/s"
 
 
+def _sequences(case) -> list[tuple[int, int]]:
+    """(Queries, tokens before them) of the sequences of a paged case."""
+    if case.kind == "decode":
+        return [(1, n - 1) for n in case.lens]
+    return [(case.new, case.history)] * case.batch if case.kind == "chunked" else list(case.sequences)
+
+
 def memory(case) -> float:
     """Bytes that the largest peer of a case needs, roughly: ours, a second layout of K and V, and the queries."""
     if case.kind == "prefill":
         return 2 * case.batch * case.length * case.head_dim * (3 * case.heads[0] + 2 * case.heads[1])
     if case.kind == "append":
         return 3e12 * amount(case)[0]
-    tokens = sum(case.lens) if case.kind == "decode" else case.batch * (case.new + case.history)
-    one = tokens * 4 * case.heads[1] * case.head_dim
+    one = sum(map(sum, _sequences(case))) * 4 * case.heads[1] * case.head_dim
     return 3 * max(one, min(MAX_SETS * one, ROTATED_BYTES))
 
 
@@ -367,6 +394,7 @@ OUTSIDE = {
     "decode": ("flashinfer fa2",),
     # fa3 is FlashInfer's choice here; fa2 splits long sequences. PyTorch has no pages and reads plain arrays.
     "chunked": ("torch fa2", "flashinfer fa2", "flashinfer fa3"),
+    "mixed": ("flashinfer fa2", "flashinfer fa3"),
 }
 
 
@@ -413,6 +441,6 @@ def _torch_shape(case, peer: str) -> dict:
         return shape | dict(kind="prefill", batch=case.batch, length=case.history + case.new, new=case.new, causal=True)
     if case.kv_dtype not in ("bfloat16", "float8_e4m3fn"):
         raise Absent("bfloat16 and float8 caches only")
-    lens, new = (case.lens, 1) if case.kind == "decode" else ((case.history + case.new,) * case.batch, case.new)
+    new, lens = zip(*((new, new + before) for new, before in _sequences(case)))
     nbytes = 2 * sum(lens) * case.heads[1] * case.head_dim * jnp.dtype(case.kv_dtype).itemsize
     return shape | dict(lens=lens, new=new, page_size=case.page_size, dtype=case.kv_dtype, sets=rotated_sets(nbytes))

@@ -71,18 +71,18 @@ def paged(shape: dict, calls: int = 16) -> float:
     last = torch.tensor([(n - 1) % page_size + 1 for n in lens], dtype=torch.int32)
     tables = torch.randperm(shape["sets"] * int(counts.sum())).int().view(shape["sets"], -1)
     key, value = (random(tables.numel(), kv_heads, page_size, dim).to(dtype) for _ in range(2))
-    query = random(len(lens) * new, heads, dim)
+    queries = torch.nn.functional.pad(torch.tensor(new, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+    query = random(sum(new), heads, dim)
     outs = [torch.empty_like(query) for _ in tables]
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
     wrappers = []
     for table, out in zip(tables, outs, strict=True):
         arguments = (starts, table, last, heads, kv_heads, dim, page_size)
         types = dict(q_data_type=torch.bfloat16, kv_data_type=dtype)
-        if new == 1:
+        if max(new) == 1:
             wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
             wrapper.plan(*arguments, **types)
         else:
-            queries = torch.arange(len(lens) + 1, dtype=torch.int32) * new
             wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=shape["backend"])
             wrapper.plan(queries, *arguments, causal=True, **types)
         wrapper.run(query, (key, value), out=out)  # loads kernels, which no capture may
@@ -116,7 +116,7 @@ def check(out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torc
 
 
 def main() -> None:
-    times = {"prefill": dense, "decode": paged, "chunked": paged}
+    times = {"prefill": dense, "decode": paged, "chunked": paged, "mixed": paged}
     for shape in json.loads(sys.argv[1]):
         try:
             with contextlib.redirect_stdout(sys.stderr):

@@ -38,6 +38,7 @@ CASES = [
     grid.Decode((33,) * 2, heads=(4, 2), page_size=16, head_dim=16, batch_invariant=True),
     grid.Prefill(2, 24, (4, 2), 16, True),
     grid.Chunked(2, 8, 24, page_size=16, heads=(4, 2), head_dim=16),
+    grid.Mixed(((1, 20), (1, 20), (9, 5)), page_size=16, heads=(4, 2), head_dim=16),
     grid.Append(64, kv_heads=2, head_dim=16, page_size=16),
     grid.Append(64, "int8", kv_heads=2, head_dim=16, page_size=16),
 ]
@@ -55,7 +56,7 @@ def test_every_peer_is_timed_or_says_why_not(case):
             assert str(reason)
         except (ValueError, RuntimeError) as error:
             assert "cudnn" in name or "fa3" in name, error
-    assert ("cpu" in found) == (case.kind in ("decode", "chunked"))
+    assert ("cpu" in found) == (case.kind in ("decode", "chunked", "mixed"))
     assert all(times.us > 0 and times.single_us > 0 for times in found.values())
     assert {*found, *peers.outside(case)} <= {*peers.NAMES, "cpu"}
     amount, unit = peers.amount(case)
@@ -64,7 +65,7 @@ def test_every_peer_is_timed_or_says_why_not(case):
 
 def test_every_outside_reference_is_timed_or_says_why_not():
     entries = [(case, peer) for case in CASES for peer in peers.outside(case)]
-    assert {case.kind for case, _ in entries} == {"decode", "prefill", "chunked"}
+    assert {case.kind for case, _ in entries} == {"decode", "prefill", "chunked", "mixed"}
     found = peers.outside_us(entries, 60.0)
     assert len(found) == len(entries)
     assert all(result if isinstance(result, str) else result > 0 for result in found)
