@@ -138,6 +138,21 @@ def many_tiles(rng, row):
     return whole_keys, (query, pool, table, lens, offsets)
 
 
+def long_tile(rng, row):
+    """A short piece of a long sequence among others, in a packed call of the sm90 prefill kernels: its tiles are cut, and
+    decode, which the first sequence is for, begins while they run.
+    """
+    head_dim, value_dim = dims(row)
+    q_lens, lens = np.array([1, 40, 24, 30]), np.array([300, 40, 1700, 0], np.int32)
+    pages = np.cumsum([0, *-(-lens // 64)])
+    table = np.full((len(lens), 40), -1, np.int32)
+    for b, (first, last) in enumerate(zip(pages, pages[1:])):
+        table[b, : last - first] = np.arange(first, last)
+    empty = ta.PagedKVCache.create(int(pages[-1]), K, head_dim, value_dim=value_dim, page_size=64, dtype=row["dtype"])
+    query = normal(rng, row["dtype"], int(q_lens.sum()) + 3, H, head_dim)
+    return ta.paged_attention, (query, empty, table, lens, np.array([0, *np.cumsum(q_lens)], np.int32))
+
+
 def one_sequence(rng, row):
     """A call whose units are clusters' in the decode kernels: of so many kv heads that 16 blocks each fill a card."""
     kv_heads = 8
@@ -186,6 +201,7 @@ def run(row: dict, seed: int = 0) -> None:
     # One dtype and head dim stand for all: under a sanitizer a call of this size takes seconds.
     if row["family"] == "sm90" and (row["head_dim"], row["dtype"], row["kv_dtype"]) == (128, "bfloat16", "bfloat16"):
         makers.append(many_tiles)
+        makers += [long_tile] if row["phase"] == "prefill" else []
     if row["phase"] == "decode" and row["dtype"] == row["kv_dtype"]:
         makers += [one_sequence, many_units, planned]
     if row["phase"] == "decode" and (row["head_dim"], row["dtype"], row["kv_dtype"]) == (128, "bfloat16", "int4"):

@@ -219,7 +219,8 @@ def test_long_tiles_among_others(name):
     assert bool((out[owned] != whole[owned]).any()) == is_cut
 
 
-def test_garbage():
+@pytest.mark.parametrize("tokens", [4000, 300])  # of 300 tokens, tiles are cut
+def test_garbage(tokens):
     """Any int32 in page ids, lengths, layers: no hang, the same bits twice, and sm80's values.
 
     Ranges in order, past the end too.
@@ -228,19 +229,19 @@ def test_garbage():
     pages, page_size, heads, batch = 90, 16, 8, 3
     cache = ta.PagedKVCache.create(pages, heads, 128, page_size=page_size, num_layers=2)
     cache = dataclasses.replace(cache, key=normal(1, *cache.key.shape), value=normal(2, *cache.value.shape))
-    query = normal(3, 4000, heads, 128)
+    query = normal(3, tokens, heads, 128)
 
     @functools.partial(jax.jit, static_argnames=("windowed", "implementation"))
     def call(table, lens, offsets, layer, windowed, implementation="cuda"):
         window = NO_WINDOW if windowed else None
-        how = dict(max_q_len=4000, local_window_size=window, return_residual=True, implementation=implementation)
+        how = dict(max_q_len=tokens, local_window_size=window, return_residual=True, implementation=implementation)
         return ta.paged_attention(query, cache, table, lens, offsets, layer=layer, **how)
 
     for _ in range(40):
         garbage = lambda *shape: np.asarray(rng.integers(-(2**31), 2**31, shape), np.int32)  # noqa: E731
         table = np.where(rng.random((batch, 128)) < 0.9, rng.integers(0, pages, (batch, 128)), garbage(batch, 128))
         lens = np.where(rng.random(batch) < 0.8, rng.integers(0, 2048, batch), garbage(batch))
-        offsets = np.sort(np.where(rng.random(batch + 1) < 0.8, rng.integers(0, 4000, batch + 1), garbage(batch + 1)))
+        offsets = np.sort(np.where(rng.random(batch + 1) < 0.8, rng.integers(0, tokens, batch + 1), garbage(batch + 1)))
         layer = np.where(rng.random() < 0.9, rng.integers(0, 2), garbage())
         inputs = [np.asarray(x, np.int32) for x in (table, lens, offsets, layer)]
         out, lse = call(*inputs, windowed=False)
