@@ -99,7 +99,8 @@ class Mixed:
         groups = (
             f"{len(list(group))}x({new} on {before})" for (new, before), group in itertools.groupby(self.sequences)
         )
-        return f"{' '.join(groups)} h{self.heads[0]}/{self.heads[1]}"
+        dtype = "" if self.kv_dtype == "bfloat16" else f" {self.kv_dtype}"
+        return f"{' '.join(groups)} h{self.heads[0]}/{self.heads[1]} p{self.page_size}{dtype}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,7 +68,7 @@ __device__ inline int64_t LengthOf(const LinearAttentionParams& params, int64_t 
   return range.hi - range.lo;
 }
 
-// Blocks of keys that the tiles of a sequence see, about, and no fewer than any of them.
+// Blocks of keys that the tiles of a sequence see, about: where runs start and end within a block is left out.
 template <int kKeys>
 __device__ int LikelyBlocks(const PagedAttentionParams& params, int64_t b, int64_t tokens) {
   const Sequences& seqs = params.seqs;
@@ -205,13 +205,13 @@ __device__ void FindLongSequences(const PagedAttentionParams& params, int sms, b
 
 // The tiles of a block, one after the other. One warp; all lanes hold the same.
 //
-// Where every sequence has the same number of rows: sections of (sequence, kv head) pairs one after the other, in a
-// section the tiles in descending order over all its pairs. That is longest first for causal calls, so that blocks end
-// together, and blocks that run side by side read the same keys. Elsewhere: by sequence and kv head, in descending
-// order. A worker takes item after item, as many apart as there are workers; in pairs, the tile from the end first,
-// then its mirror image: all pairs of a sequence are the same work. In packed calls only of sequences whose first tile
-// sees less than half of what the last sees: others' tiles are nearly alike, and one at a time they are shared out more
-// evenly.
+// Where every sequence has the same number of rows, and no tile is long: sections of (sequence, kv head) pairs one
+// after the other, in a section the tiles in descending order over all its pairs. That is longest first for causal
+// calls, so that blocks end together, and blocks that run side by side read the same keys. Elsewhere: by sequence and
+// kv head, in descending order. A worker takes item after item, as many apart as there are workers; in pairs, the tile
+// from the end first, then its mirror image: all pairs of a sequence are the same work. In packed calls only of
+// sequences whose first tile sees less than half of what the last sees: others' tiles are nearly alike, and one at a
+// time they are shared out more evenly.
 //
 // Before all that, of calls with long tiles, those or pieces of them, by sequence, head and place in the keys: tiles
 // that read the same keys are side by side. See OtherTiles for which others follow.

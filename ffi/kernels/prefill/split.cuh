@@ -23,7 +23,7 @@ static_assert(sizeof(SplitHeader) == kSplitInts * sizeof(int32_t));
 struct alignas(16) TileInfo {
   int b;
   int head;       // kv head
-  int first_row;  // of the sequence; split calls have few rows
+  int first_row;  // of the sequence; long tiles are few
   int rows;       // 0: there is no such tile, or it is whole
   int parts;
   int first_part, stride;  // where its parts are
