@@ -165,7 +165,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=float(os.environ.get("LIMIT") or "inf"), help="seconds")
     args = parser.parse_args()
     end = time.monotonic() + args.limit
-    wanted = set(filter(None, args.peers.split(",")))
+    wanted = set(filter(None, map(str.strip, args.peers.split(","))))
     unknown = wanted - set(peers.NAMES)
     if unknown:
         print(f"no peer is called {', '.join(sorted(unknown))}: there are {', '.join(peers.NAMES)}")
