@@ -100,7 +100,8 @@ class Mixed:
             f"{len(list(group))}x({new} on {before})" for (new, before), group in itertools.groupby(self.sequences)
         )
         dtype = "" if self.kv_dtype == "bfloat16" else f" {self.kv_dtype}"
-        return f"{' '.join(groups)} h{self.heads[0]}/{self.heads[1]} p{self.page_size}{dtype}"
+        page = "" if self.page_size == 64 else f" p{self.page_size}"
+        return f"{' '.join(groups)} h{self.heads[0]}/{self.heads[1]}{page}{dtype}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ImportError, NotImplementedError, OSError, TypeError, ValueError) as error:
         hint = ""
         if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in ("flax", "safetensors"):
-            hint = "; pip install 'jax_turboattn[models]' brings it"
+            hint = "; pip install '.[models]' in the clone brings it"
         print(f"{parser.prog} {argv[0]}: error: {' '.join(str(error).split())}{hint}", file=sys.stderr)
         return 2
 
