@@ -24,6 +24,11 @@ class Decode:
     kind = "decode"
 
     @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """As of Packed."""
+        return tuple((1, n - 1) for n in self.lens)
+
+    @property
     def ragged(self) -> bool:
         return len(set(self.lens)) > 1
 
@@ -62,37 +67,15 @@ class Prefill:
         return f"{self.batch}x{self.length} h{self.heads[0]}/{self.heads[1]} d{self.head_dim} {mask}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunked:
-    """`new` causal queries a sequence on `history + new` keys in pages."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A packed call on pages: `sequences` of (causal queries, tokens before them)."""
 
-    batch: int
-    new: int
-    history: int
     page_size: int = 64
     heads: tuple[int, int] = (32, 8)
     head_dim: int = 128
     kv_dtype: str = "bfloat16"
     quick: bool = False
-    kind = "chunked"
-
-    @property
-    def name(self) -> str:
-        dtype = "" if self.kv_dtype == "bfloat16" else f" {self.kv_dtype}"
-        return f"{self.batch}x({self.new} on {self.history}) h{self.heads[0]}/{self.heads[1]} p{self.page_size}{dtype}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Mixed:
-    """A packed call, as an engine's steps are: sequences of (causal queries, tokens before them), from pages."""
-
-    sequences: tuple[tuple[int, int], ...]
-    page_size: int = 64
-    heads: tuple[int, int] = (32, 8)
-    head_dim: int = 128
-    kv_dtype: str = "bfloat16"
-    quick: bool = False
-    kind = "mixed"
 
     @property
     def name(self) -> str:
@@ -100,8 +83,29 @@ class Mixed:
             f"{len(list(group))}x({new} on {before})" for (new, before), group in itertools.groupby(self.sequences)
         )
         dtype = "" if self.kv_dtype == "bfloat16" else f" {self.kv_dtype}"
-        page = "" if self.page_size == 64 else f" p{self.page_size}"
-        return f"{' '.join(groups)} h{self.heads[0]}/{self.heads[1]}{page}{dtype}"
+        return f"{' '.join(groups)} h{self.heads[0]}/{self.heads[1]} p{self.page_size}{dtype}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunked(Packed):
+    """`new` queries a sequence on `history + new` keys."""
+
+    batch: int
+    new: int
+    history: int
+    kind = "chunked"
+
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        return ((self.new, self.history),) * self.batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed(Packed):
+    """What an engine's step has: decode, pieces of prompts, whole prompts."""
+
+    sequences: tuple[tuple[int, int], ...]
+    kind = "mixed"
 
 
 @dataclasses.dataclass(frozen=True)

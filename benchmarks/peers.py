@@ -253,20 +253,34 @@ def prefill_works(case: grid.Prefill) -> Iterator[tuple[str, Callable[[], Work]]
     yield "fa3", fa3
 
 
-def chunked_works(case: grid.Chunked) -> Iterator[tuple[str, Callable[[], Work]]]:
-    (H, K), D, B, new = case.heads, case.head_dim, case.batch, case.new
-    length = case.history + new
-    data = pages((length,) * B, K, D, case.page_size, case.kv_dtype)
-    query = random(100, (B * new, H, D))
-    offsets = jnp.arange(B + 1, dtype=jnp.int32) * new
+def packed(case: grid.Packed) -> tuple[Pages, jax.Array, Callable[[str], Work]]:
+    """The pages and queries of a packed case, and what makes our calls of them."""
+    (H, K), D = case.heads, case.head_dim
+    new, before = map(np.array, zip(*case.sequences))
+    data = pages(tuple(map(int, new + before)), K, D, case.page_size, case.kv_dtype)
+    query = random(100, (int(new.sum()), H, D))
+    offsets = jnp.array([0, *np.cumsum(new)], jnp.int32)
 
     def ours(implementation):
         def call(query, cache, table):
             return ta.paged_attention(
-                query, cache, table, data.lens, offsets, max_q_len=new, implementation=implementation
+                query, cache, table, data.lens, offsets, max_q_len=int(new.max()), implementation=implementation
             )
 
         return Work(call, query, data.cache, tuple(data.tables), pattern(implementation))
+
+    return data, query, ours
+
+
+def mixed_works(case: grid.Mixed) -> Iterator[tuple[str, Callable[[], Work]]]:
+    _, _, ours = packed(case)
+    for name in (*OURS, "cuda:sm80"):
+        yield name, functools.partial(ours, name)
+
+
+def chunked_works(case: grid.Chunked) -> Iterator[tuple[str, Callable[[], Work]]]:
+    (H, _), D, B, new = case.heads, case.head_dim, case.batch, case.new
+    data, query, ours = packed(case)
 
     def dense():
         if case.kv_dtype != "bfloat16":
@@ -295,24 +309,6 @@ def chunked_works(case: grid.Chunked) -> Iterator[tuple[str, Callable[[], Work]]
         yield name, functools.partial(ours, name)
     yield "cuda dense", dense
     yield "fa3", fa3
-
-
-def mixed_works(case: grid.Mixed) -> Iterator[tuple[str, Callable[[], Work]]]:
-    new, before = map(np.array, zip(*case.sequences))
-    data = pages(tuple(map(int, new + before)), case.heads[1], case.head_dim, case.page_size, case.kv_dtype)
-    query = random(100, (int(new.sum()), case.heads[0], case.head_dim))
-    offsets = jnp.array([0, *np.cumsum(new)], jnp.int32)
-
-    def ours(implementation):
-        def call(query, cache, table):
-            return ta.paged_attention(
-                query, cache, table, data.lens, offsets, max_q_len=int(new.max()), implementation=implementation
-            )
-
-        return Work(call, query, data.cache, tuple(data.tables), pattern(implementation))
-
-    for name in (*OURS, "cuda:sm80"):
-        yield name, functools.partial(ours, name)
 
 
 # ---- append
@@ -354,10 +350,7 @@ def amount(case) -> tuple[float, str]:
     if case.kind == "prefill":
         pairs = case.length * (case.length + 1) / 2 if case.is_causal else case.length**2
         return 4 * case.batch * case.heads[0] * case.head_dim * pairs / 1e12, "TFLOP/s"
-    if case.kind == "chunked":
-        pairs = case.new * case.history + case.new * (case.new + 1) / 2
-        return 4 * case.batch * case.heads[0] * case.head_dim * pairs / 1e12, "TFLOP/s"
-    if case.kind == "mixed":
+    if case.kind in ("chunked", "mixed"):
         pairs = sum(new * before + new * (new + 1) / 2 for new, before in case.sequences)
         return 4 * case.heads[0] * case.head_dim * pairs / 1e12, "TFLOP/s"
     kv_heads = case.kv_heads if case.kind == "append" else case.heads[1]
@@ -369,20 +362,13 @@ def amount(case) -> tuple[float, str]:
     return sum(case.lens) * cache.nbytes_per_token / 1e12, "TB/s"
 
 
-def _sequences(case) -> list[tuple[int, int]]:
-    """(Queries, tokens before them) of the sequences of a paged case."""
-    if case.kind == "decode":
-        return [(1, n - 1) for n in case.lens]
-    return [(case.new, case.history)] * case.batch if case.kind == "chunked" else list(case.sequences)
-
-
 def memory(case) -> float:
     """Bytes that the largest peer of a case needs, roughly: ours, a second layout of K and V, and the queries."""
     if case.kind == "prefill":
         return 2 * case.batch * case.length * case.head_dim * (3 * case.heads[0] + 2 * case.heads[1])
     if case.kind == "append":
         return 3e12 * amount(case)[0]
-    one = sum(map(sum, _sequences(case))) * 4 * case.heads[1] * case.head_dim
+    one = sum(map(sum, case.sequences)) * 4 * case.heads[1] * case.head_dim
     return 3 * max(one, min(MAX_SETS * one, ROTATED_BYTES))
 
 
@@ -441,6 +427,6 @@ def _torch_shape(case, peer: str) -> dict:
         return shape | dict(kind="prefill", batch=case.batch, length=case.history + case.new, new=case.new, causal=True)
     if case.kv_dtype not in ("bfloat16", "float8_e4m3fn"):
         raise Absent("bfloat16 and float8 caches only")
-    new, lens = zip(*((new, new + before) for new, before in _sequences(case)))
+    new, lens = zip(*((new, new + before) for new, before in case.sequences))
     nbytes = 2 * sum(lens) * case.heads[1] * case.head_dim * jnp.dtype(case.kv_dtype).itemsize
     return shape | dict(lens=lens, new=new, page_size=case.page_size, dtype=case.kv_dtype, sets=rotated_sets(nbytes))
