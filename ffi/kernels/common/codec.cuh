@@ -3,11 +3,10 @@
 //
 //   Scale                               what the decoding of a row takes
 //   kPerWord                            codes in 32 bits
-//   MaySaturate(scale)                  whether codes of such a row may pass what E holds, or are NaN
-//   Neighbours<kSaturates>(word, scale, pairs)
-//                                       kPerWord neighbouring elements of a row, two a pair, in their order;
-//                                       !kSaturates: of rows that do not, in fewer instructions and with one rounding
-//                                       to E, not of the float32 sum
+//   Neighbours(word, scale, pairs)      kPerWord neighbouring elements of a row, two a pair, in their order
+//   MaySaturate(scale)                  whether codes of such a row may pass what E or Shrunk() can hold, or are NaN
+//   Shrunk(word, scale, pairs)          of rows that do not saturate: the same divided by kShrink, a power of two, in
+//                                       fewer instructions and with one rounding to E, not of the float32 sum
 //   kMiddle                             int8, int4: the middle code
 //   KeyCodes(word, pairs)               as Neighbours, but the codes themselves, less kMiddle, in fp16
 //   ValueCodes(word, pairs)             codes in fp16, pair i code i of both rows that the word's halves are of; int8
@@ -35,6 +34,7 @@ namespace turboattn {
 template <class E, DType kKv>
 struct Codec {  // unquantised: nothing to decode
   struct Scale {};
+  static constexpr float kShrink = 1.f;
 };
 
 // (scale, zero) as they are stored, two E.
@@ -59,11 +59,16 @@ __device__ __forceinline__ bool MaySaturate(RowScale row, float largest) {
 // Two codes, as floats, of a row with these parameters. The product of a code of up to 8 bits and a scale of at most 11
 // significant bits is exact in float32, so one fma rounds like the multiplication and the addition. Decoded rows are
 // finite or all NaN: Inf is an overflow, which saturates.
-template <class E, bool kSaturates>
+template <class E>
 __device__ __forceinline__ uint32_t DecodePair(float low, float high, RowScale row) {
   const uint32_t pair = Pack<E>(__fmaf_rn(low, row.scale, row.zero), __fmaf_rn(high, row.scale, row.zero));
-  return kSaturates ? ClampPair<E>(pair, kMaxFinitePair<E>) : pair;
+  return ClampPair<E>(pair, kMaxFinitePair<E>);
 }
+
+// int8 and int4 as bf16. The bits of a code are, as bf16, 2^-133 times the code, from 128 up too: subnormal numbers and
+// the smallest normal ones are equally far apart. One fma then makes the element, but for scales from 2^-5 up its
+// factor would pass bf16: elements are made 2^16 times smaller, which they have room for.
+constexpr float kShrinkBf16 = 0x1p16f, kFactorBf16 = 0x1p133 / kShrinkBf16;
 
 }  // namespace turboattn
 

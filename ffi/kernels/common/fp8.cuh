@@ -13,6 +13,7 @@ struct Codec<E, DType::kFloat8E4M3> {
     uint32_t limit;  // of decoded values, two E: see DecodeLimit
   };
   static constexpr int kPerWord = 4;
+  static constexpr float kShrink = 1.f;
 
   static __device__ __forceinline__ Scale MakeScale(float scale) {
     return {scale, IsFinite(scale) ? kMaxFinitePair<E> : std::is_same_v<E, bf16> ? 0x7f807f80u : 0x7c007c00u};
@@ -22,11 +23,15 @@ struct Codec<E, DType::kFloat8E4M3> {
     return !(fabsf(scale.scale) * 448.f <= MaxFinite<E>());
   }
 
-  template <bool kSaturates = true>
   static __device__ __forceinline__ void Neighbours(uint32_t word, Scale scale, uint32_t (&pairs)[2]) {
+    Shrunk(word, scale, pairs);
+    for (uint32_t& pair : pairs) pair = ClampPair<E>(pair, scale.limit);
+  }
+
+  static __device__ __forceinline__ void Shrunk(uint32_t word, Scale scale, uint32_t (&pairs)[2]) {
     const uint32_t first = Fp8ToFp16(word), second = Fp8ToFp16(word >> 16);
-    pairs[0] = Decode<kSaturates>(Low(first), High(first), scale);
-    pairs[1] = Decode<kSaturates>(Low(second), High(second), scale);
+    pairs[0] = Decode(Low(first), High(first), scale.scale);
+    pairs[1] = Decode(Low(second), High(second), scale.scale);
   }
 
   static __device__ __forceinline__ int UnitElement(int unit, int i) { return 2 * unit + i; }
@@ -44,10 +49,8 @@ struct Codec<E, DType::kFloat8E4M3> {
   static __device__ __forceinline__ float Low(uint32_t pair) { return ToFloat(fp16{static_cast<uint16_t>(pair)}); }
   static __device__ __forceinline__ float High(uint32_t pair) { return Low(pair >> 16); }
 
-  template <bool kSaturates>
-  static __device__ __forceinline__ uint32_t Decode(float low, float high, Scale scale) {
-    const uint32_t pair = Pack<E>(__fmul_rn(low, scale.scale), __fmul_rn(high, scale.scale));
-    return kSaturates ? ClampPair<E>(pair, scale.limit) : pair;
+  static __device__ __forceinline__ uint32_t Decode(float low, float high, float scale) {
+    return Pack<E>(__fmul_rn(low, scale), __fmul_rn(high, scale));
   }
 };
 

@@ -13,30 +13,35 @@ struct Codec<E, DType::kInt4> {
   static constexpr int kPerWord = 8;
   static constexpr int kMiddle = 8;
 
-  // bf16: neither may 64 times the scale, see Neighbours<false>.
+  static constexpr bool kIsBf16 = std::is_same_v<E, bf16>;
+  static constexpr float kShrink = kIsBf16 ? kShrinkBf16 : 1.f;
+
   static __device__ __forceinline__ bool MaySaturate(Scale scale) {
-    return turboattn::MaySaturate<E>(scale, std::is_same_v<E, bf16> ? 64.f : 16.f);
+    return turboattn::MaySaturate<E>(scale, kIsBf16 ? kFactorBf16 : 16.f);
   }
 
-  template <bool kSaturates = true>
   static __device__ __forceinline__ void Neighbours(uint32_t word, Scale scale, uint32_t (&pairs)[4]) {
-    if constexpr (!kSaturates) {
-      constexpr float kUnit = std::is_same_v<E, bf16> ? 64.f : 1.f;  // 1 / kUnit of the codes
-      const uint32_t factor = Pack<E>(kUnit * scale.scale, kUnit * scale.scale), zero = Pack<E>(scale.zero, scale.zero);
-      if constexpr (std::is_same_v<E, bf16>) {
-        SixtyFourths(word, pairs);
-      } else {
-        ToFp16(word, kMinus1024, kMinus64, pairs);
-      }
+    const uint32_t top = word >> 16;
+    pairs[0] = DecodePair<E>(ToFloat<0>(word), ToFloat<0>(top), scale);
+    pairs[1] = DecodePair<E>(ToFloat<1>(word), ToFloat<1>(top), scale);
+    pairs[2] = DecodePair<E>(ToFloat<2>(word), ToFloat<2>(top), scale);
+    pairs[3] = DecodePair<E>(ToFloat<3>(word), ToFloat<3>(top), scale);
+  }
+
+  static __device__ __forceinline__ void Shrunk(uint32_t word, Scale scale, uint32_t (&pairs)[4]) {
+    constexpr float kFactor = kIsBf16 ? kFactorBf16 : 1.f;
+    const auto twice = [](float x) { return Pack<E>(x, x); };
+    const uint32_t factor = twice(kFactor * scale.scale), zero = twice(scale.zero / kShrink);
+    if constexpr (kIsBf16) {
+      ValueCodes(word, pairs);
+      const uint32_t sixteenth = twice(kFactor / 16 * scale.scale);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pairs[i] = FmaPair<E>(pairs[i], i % 2 == 0 ? factor : sixteenth, zero);
+    } else {
+      ToFp16(word, kMinus1024, kMinus64, pairs);
 #pragma unroll
       for (int i = 0; i < 4; ++i) pairs[i] = FmaPair<E>(pairs[i], factor, zero);
-      return;
     }
-    const uint32_t top = word >> 16;
-    pairs[0] = DecodePair<E, kSaturates>(ToFloat<0>(word), ToFloat<0>(top), scale);
-    pairs[1] = DecodePair<E, kSaturates>(ToFloat<1>(word), ToFloat<1>(top), scale);
-    pairs[2] = DecodePair<E, kSaturates>(ToFloat<2>(word), ToFloat<2>(top), scale);
-    pairs[3] = DecodePair<E, kSaturates>(ToFloat<3>(word), ToFloat<3>(top), scale);
   }
 
   static __device__ __forceinline__ void KeyCodes(uint32_t word, uint32_t (&pairs)[4]) {
@@ -68,16 +73,6 @@ struct Codec<E, DType::kInt4> {
     pairs[1] = FmaPair<fp16>(AndOr(word, 0x00f000f0u, k1024), kSixteenth, minus_sixteenth);
     pairs[2] = AddPair(AndOr(rest, 0x000f000fu, k1024), minus);
     pairs[3] = FmaPair<fp16>(AndOr(rest, 0x00f000f0u, k1024), kSixteenth, minus_sixteenth);
-  }
-
-  // 1/64 of the codes, in bf16, as in int8.cuh. Bits 4 .. 7 count 16 times as much.
-  static __device__ __forceinline__ void SixtyFourths(uint32_t word, uint32_t (&pairs)[4]) {
-    constexpr uint32_t k127 = 0x7f007f00u, k123 = 0x7d007d00u;  // 2^127, 2^123
-    const uint32_t rest = word >> 8;
-    pairs[0] = FmaPair<bf16>(word & 0x000f000fu, k127, 0);
-    pairs[1] = FmaPair<bf16>(word & 0x00f000f0u, k123, 0);
-    pairs[2] = FmaPair<bf16>(rest & 0x000f000fu, k127, 0);
-    pairs[3] = FmaPair<bf16>(rest & 0x00f000f0u, k123, 0);
   }
 
   // A nibble stays where it is, under the exponent that makes its lowest bit worth 1: 2^(23 - 4 kNibble).

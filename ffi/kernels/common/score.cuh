@@ -24,12 +24,13 @@ struct ScoreRule {
   bool modified;
 };
 
-__device__ inline ScoreRule MakeScoreRule(const ScoreParams& score) {
-  const float to_log2 = score.scale * kLog2E;
+// shrink: dot products come divided by this, a power of two.
+__device__ inline ScoreRule MakeScoreRule(const ScoreParams& score, float shrink = 1.f) {
+  const float scale = score.scale * shrink, to_log2 = scale * kLog2E;
   // The running maximum is one of the dot products themselves: that needs a positive factor that is a normal number.
   const bool plain =
       score.soft_cap == 0.f && score.alibi_slopes == nullptr && to_log2 >= 0x1p-126f && IsFinite(to_log2);
-  return {score.scale, score.soft_cap, plain ? to_log2 : kLog2E, !plain};
+  return {scale, score.soft_cap, plain ? to_log2 : kLog2E, !plain};
 }
 
 // cap * tanh(x / cap), for normal caps within 4e-7 of it, relatively. tanhf would be twice as long and branch.

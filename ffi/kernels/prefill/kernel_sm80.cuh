@@ -101,6 +101,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 2)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   SharedSm80<Traits>& shared = *reinterpret_cast<SharedSm80<Traits>*>(s_bytes);
 
+  LaunchDependents();  // decode
   if (SkippedLength(params) == 0) {  // else the decode kernel writes them
     FillUnownedRows(params, static_cast<int64_t>(blockIdx.x) * Traits::kWarps + threadIdx.x / 32,
                     static_cast<int64_t>(gridDim.x) * Traits::kWarps);

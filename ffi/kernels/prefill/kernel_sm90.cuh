@@ -432,8 +432,8 @@ __device__ __forceinline__ void StorePart(const PagedAttentionParams& params, co
     if (row >= tile.num_rows) continue;
 #pragma unroll
     for (int d = 0; d < kDim / 8; ++d) {
-      *reinterpret_cast<float2*>(part + row * kDim + 8 * d + column * 2) = {consumer.o[d][2 * half],
-                                                                            consumer.o[d][2 * half + 1]};
+      *reinterpret_cast<float2*>(part + row * kDim + 8 * d + column * 2) = {
+          consumer.o[d][2 * half] * consumer.kShrink, consumer.o[d][2 * half + 1] * consumer.kShrink};
     }
     if (column == 0) {
       part[kRows * kDim + row] = consumer.max[half];
@@ -464,6 +464,7 @@ __device__ __forceinline__ void Produce(const ArgumentsSm90<Params>& args, Share
 template <class Traits, class Params>
 __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_constant__ ArgumentsSm90<Params> args) {
   using Shared = SharedSm90<Traits>;
+  using Consumer = ConsumerSm90<Traits, Params>;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(s_bytes);
   const Params& params = args.params;
@@ -508,7 +509,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
           const bool mapped = AllMapped(params, tile);
           if (threadIdx.x % kWarp == 0) {
             tile.all_mapped = mapped;
-            tile.plain_from = PlainFrom(params, tile, MakeScoreRule(params.score).modified, tile.end - 2);
+            tile.plain_from =
+                PlainFrom(params, tile, MakeScoreRule(params.score, Consumer::kShrink).modified, tile.end - 2);
           }
         }
         Arrive(&shared.rows_full[slot.index]);
@@ -534,7 +536,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
       FillUnownedRows(params, static_cast<int64_t>(blockIdx.x) * kConsumerWarps + warp - 4,
                       static_cast<int64_t>(gridDim.x) * kConsumerWarps);
     }
-    ConsumerSm90<Traits, Params> consumer(args, shared, warpgroup - 1);
+    Consumer consumer(args, shared, warpgroup - 1);
     consumer.StartTurns();
     for (RingSlot<Shared::kTiles> slot(0);; slot.Advance()) {
       WaitBarrier(&shared.tile_full[slot.index], slot.parity, kTileFull);

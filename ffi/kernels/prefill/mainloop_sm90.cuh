@@ -399,6 +399,7 @@ struct ConsumerSm90 {
   // to 2 % of calls of 1,024 keys on an H200; calls of head dim 64 and 256 lost 1 to 3 %, quantised caches have not
   // been measured.
   static constexpr bool kTightEnds = kDim == 128 && !Traits::kQuantised;
+  static constexpr float kShrink = Codec<E, Traits::kKvDType>::kShrink;  // keys and values come divided by this
 
   const ArgumentsSm90<Params>& args;
   const Params& params;
@@ -432,7 +433,7 @@ struct ConsumerSm90 {
         shared(shared),
         warpgroup(warpgroup),
         turn(kTightEnds ? static_cast<int>(threadIdx.x) / kWarpgroup - 1 : warpgroup),
-        rule(MakeScoreRule(args.params.score)) {}
+        rule(MakeScoreRule(args.params.score, kShrink)) {}
 
   __device__ __forceinline__ int Row(int half) const {
     return 64 * warpgroup + thread / kWarp * 16 + 8 * half + lane / 4;
@@ -714,6 +715,7 @@ struct ConsumerSm90 {
       const bool exists = Row(half) < tile.num_rows;
       const bool has_sink = exists && rows->token[Row(half)] < tile.view.first_token + tile.view.q_len;
       end[half] = EndRow(max[half], sum[half], has_sink ? params.score.sinks : nullptr, rows->head[Row(half)]);
+      end[half].factor *= kShrink;
     }
     if constexpr (kTightEnds) PlaceRows(tile);
   }

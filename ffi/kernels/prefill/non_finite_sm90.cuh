@@ -110,7 +110,7 @@ __device__ __forceinline__ void AddNonFinite(const Params& params, const TileSm9
           const uint32_t word =
               reinterpret_cast<const uint32_t*>(static_cast<const char*>(ValueArray(params)) + row * kRowBytes)[w];
           if constexpr (Traits::kQuantised) {
-            Codes::template Neighbours<true>(word, scale, pairs);
+            Codes::Neighbours(word, scale, pairs);
           } else {
             pairs[0] = word;
           }
