@@ -31,6 +31,7 @@ SOURCES = {
     "fuzz_new_rows": [ROOT / "tests/ffi/fuzz_new_rows.cc"],
     "fuzz_work_list": [ROOT / "tests/ffi/fuzz_work_list.cc"],
     "fuzz_pieces": [ROOT / "tests/ffi/fuzz_pieces.cc"],
+    "fuzz_divisor": [ROOT / "tests/ffi/fuzz_divisor.cc"],
 }
 SANITIZE = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
@@ -99,6 +100,11 @@ def test_list_of_decode_work():
 def test_pieces_of_long_prefill_tiles():
     """How the prefill kernel cuts the keys of long tiles, on the host."""
     run_driver(driver("fuzz_pieces", *SANITIZE), 20_000, 1)
+
+
+def test_quotients_without_a_division():
+    """The divisors that the host hands to kernels."""
+    run_driver(driver("fuzz_divisor", *SANITIZE), 100_000, 1)
 
 
 @pytest.mark.nightly

@@ -9,18 +9,24 @@
 
 namespace turboattn::prefill {
 
+struct FoundTileSm90 {
+  int b;
+  int index;  // within the sequence
+};
+
 // FindTile by one warp. It adds up several sequences a lane before it looks closer, so that loads overlap.
 template <class Count>
-__device__ FoundTile FindTileByWarp(int64_t batch, int64_t number, Count count) {
+__device__ FoundTileSm90 FindTileByWarp(int batch, int64_t number, Count count) {
   constexpr int kAhead = 4;
   const int lane = threadIdx.x % kWarp;
   int64_t before = 0;  // tiles of the sequences before this round's
   for (int64_t base = 0; base < batch; base += kAhead * kWarp) {
-    int64_t counts[kAhead], total = 0;
+    int counts[kAhead];
+    int64_t total = 0;
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
       const int64_t b = base + k * kWarp + lane;
-      counts[k] = b < batch ? count(b) : 0;
+      counts[k] = b < batch ? count(static_cast<int>(b)) : 0;
       total += counts[k];
     }
     for (int step = 1; step < kWarp; step *= 2) total += __shfl_xor_sync(~0u, total, step);
@@ -39,7 +45,8 @@ __device__ FoundTile FindTileByWarp(int64_t batch, int64_t number, Count count) 
       const uint32_t here = __ballot_sync(~0u, number >= start && number < start + counts[k]);
       if (here != 0) {
         const int owner = __ffs(static_cast<int>(here)) - 1;
-        return {base + k * kWarp + owner, number - __shfl_sync(~0u, start, owner)};
+        const int index = static_cast<int>(number - start);
+        return {static_cast<int>(base) + k * kWarp + owner, __shfl_sync(~0u, index, owner)};
       }
       before += __shfl_sync(~0u, sum, kWarp - 1);
     }
@@ -49,16 +56,18 @@ __device__ FoundTile FindTileByWarp(int64_t batch, int64_t number, Count count) 
 
 // Tokens of sequence b whose rows the prefill kernel writes.
 template <class Params>
-__device__ int64_t WrittenTokens(const Params& params, int64_t b) {
-  const int64_t uniform = UniformQueryLength(params);
-  if (uniform > 0) return uniform;
-  const TokenRange range = ClampRange(QueryRanges(params), b, QueryRows(params));
-  return range.hi - range.lo > SkippedLength(params) ? range.hi - range.lo : 0;
+__device__ int WrittenTokens(const ArgumentsSm90<Params>& args, int b) {
+  if (args.schedule.uniform > 0) return args.schedule.uniform;
+  const int rows = args.schedule.query_rows;
+  const int32_t* const range = QueryRanges(args.params) + 2 * int64_t{b};
+  const int lo = min(max(range[0], 0), rows), tokens = min(max(range[1], lo), rows) - lo;  // ClampRange
+  return tokens > SkippedLength(args.params) ? tokens : 0;
 }
 
 template <int kRows, class Params>
-__device__ int64_t CountTiles(const Params& params, int64_t b) {
-  return (WrittenTokens(params, b) * GroupOf(params) + kRows - 1) / kRows;
+__device__ int CountTiles(const ArgumentsSm90<Params>& args, int b) {
+  return static_cast<int>((static_cast<uint32_t>(WrittenTokens(args, b)) * args.schedule.group.divisor + kRows - 1) /
+                          kRows);
 }
 
 // Keys that end with a sequence's last token, of a packed call.
@@ -85,21 +94,21 @@ __device__ int LikelyBlocks(const PagedAttentionParams& params, int64_t b, int64
 
 // Fills `found`, in a call with long tiles; `tiles` is the number of all. Returns how many there are, if they are cut.
 template <class Traits>
-__device__ int CutLongTiles(const PagedAttentionParams& params, int sms, float tiles, CallTiles call, bool in_pairs,
+__device__ int CutLongTiles(const ArgumentsSm90<PagedAttentionParams>& args, float tiles, CallTiles call,
                             LongSequencesSm90* found) {
-  const int lane = threadIdx.x % kWarp;
-  const int64_t batch = BatchOf(params);
-  const int heads = static_cast<int>(KvHeadsOf(params));
+  const PagedAttentionParams& params = args.params;
+  const int lane = threadIdx.x % kWarp, batch = static_cast<int>(BatchOf(params)), sms = args.schedule.sms;
+  const int heads = args.schedule.kv_heads.divisor;
   // Their tiles, and their blocks where pieces will be.
   int count = 0, long_tiles = 0;
   float long_blocks = 0.f;
 #pragma unroll 1
-  for (int64_t base = 0; base < min(batch, int64_t{LongSequencesSm90::kExamined}); base += kWarp) {
-    const int64_t b = base + lane, tokens = b < batch ? WrittenTokens(params, b) : 0;
+  for (int base = 0; base < min(batch, LongSequencesSm90::kExamined); base += kWarp) {
+    const int b = base + lane, tokens = b < batch ? WrittenTokens(args, b) : 0;
     int blocks = 0, own = 0;
     if (tokens > 0) {
       blocks = LikelyBlocks<Traits::kKeys>(params, b, tokens);
-      own = static_cast<int>(CountTiles<Traits::kRows>(params, b)) * heads;
+      own = CountTiles<Traits::kRows>(args, b) * heads;
     }
     bool is_long = IsLong(blocks, call.blocks, sms);
     const int place = count + __popc(__ballot_sync(~0u, is_long) & ((1u << lane) - 1u));
@@ -111,7 +120,7 @@ __device__ int CutLongTiles(const PagedAttentionParams& params, int sms, float t
       const int other = __shfl_up_sync(~0u, end, step);
       if (lane >= step) end += other;
     }
-    if (is_long) found->sequences[place] = {static_cast<int>(b), blocks, long_tiles + end, 0};
+    if (is_long) found->sequences[place] = {b, blocks, long_tiles + end, 0};
     if (lane == 0) found->bits[base / kWarp] = here;
     count += __popc(here);
     long_tiles += __shfl_sync(~0u, end, kWarp - 1);
@@ -150,7 +159,7 @@ __device__ int CutLongTiles(const PagedAttentionParams& params, int sms, float t
     found->count = count;
     found->pieces = pieces;
     found->others = OtherTiles(call, pieces, most, long_blocks, sms);
-    if (in_pairs) found->others.each /= 2;
+    if (args.schedule.in_pairs) found->others.each /= 2;
   }
   __syncwarp();
   return most < call.longest ? long_tiles : 0;
@@ -158,22 +167,20 @@ __device__ int CutLongTiles(const PagedAttentionParams& params, int sms, float t
 
 // By one warp, all blocks to the same end.
 template <class Traits>
-__device__ void FindLongSequences(const LinearAttentionParams&, int, bool, LongSequencesSm90* found) {
-  found->count = 0;
-}
+__device__ void FindLongSequences(const ArgumentsSm90<LinearAttentionParams>&, LongSequencesSm90*) {}
 
 template <class Traits>
-__device__ void FindLongSequences(const PagedAttentionParams& params, int sms, bool in_pairs,
-                                  LongSequencesSm90* found) {
-  const int lane = threadIdx.x % kWarp;
+__device__ void FindLongSequences(const ArgumentsSm90<PagedAttentionParams>& args, LongSequencesSm90* found) {
+  const PagedAttentionParams& params = args.params;
+  const int lane = threadIdx.x % kWarp, sms = args.schedule.sms;
   if (lane == 0) found->count = 0;
   __syncwarp();
   if (sms == 0) return;
-  const int64_t batch = BatchOf(params);
-  const int heads = static_cast<int>(KvHeadsOf(params));
+  const uint32_t batch = static_cast<uint32_t>(BatchOf(params));
+  const int heads = args.schedule.kv_heads.divisor;
   bool may_be = params.seqs.prefix_len != nullptr;
 #pragma unroll 1
-  for (int64_t b = lane; b < batch; b += kWarp) {
+  for (uint32_t b = lane; b < batch; b += kWarp) {
     may_be = may_be || params.seqs.kv_lens[b] > (kMinLong - 1) * Traits::kKeys;
   }
   int cut_tiles = 0;
@@ -181,11 +188,11 @@ __device__ void FindLongSequences(const PagedAttentionParams& params, int sms, b
     CallTiles call;
     float tiles = 0.f;
 #pragma unroll 1
-    for (int64_t b = lane; b < batch; b += kWarp) {
-      const int64_t tokens = WrittenTokens(params, b);
+    for (uint32_t b = lane; b < batch; b += kWarp) {
+      const int tokens = WrittenTokens(args, b);
       if (tokens == 0) continue;
       const int blocks = LikelyBlocks<Traits::kKeys>(params, b, tokens);
-      const float own = static_cast<float>(CountTiles<Traits::kRows>(params, b) * heads);
+      const float own = static_cast<float>(CountTiles<Traits::kRows>(args, b) * heads);
       tiles += own;
       call.blocks += own * static_cast<float>(blocks);
       call.longest = max(call.longest, blocks);
@@ -195,8 +202,7 @@ __device__ void FindLongSequences(const PagedAttentionParams& params, int sms, b
       call.blocks += __shfl_xor_sync(~0u, call.blocks, step);
       call.longest = max(call.longest, __shfl_xor_sync(~0u, call.longest, step));
     }
-    if (IsLong(call.longest, call.blocks, sms))
-      cut_tiles = CutLongTiles<Traits>(params, sms, tiles, call, in_pairs, found);
+    if (IsLong(call.longest, call.blocks, sms)) cut_tiles = CutLongTiles<Traits>(args, tiles, call, found);
   }
   if (blockIdx.x == 0 && lane == 0) {
     *SplitWorkspace<Traits::kRows, Traits::kValueDim>(params).header = {cut_tiles};
@@ -220,53 +226,58 @@ struct TileWalkSm90 {
   static constexpr int kRows = Traits::kRows;
   static constexpr bool kCuts = std::is_same_v<Params, PagedAttentionParams>;
   const ArgumentsSm90<Params>& args;
-  int64_t round = 0, item = blockIdx.x;  // the next
-  FoundTile found = {};                  // packed calls: of the item, its sequence and its number there
-  bool mirrored = false;                 // in pairs: the item's second tile is the next
+  uint32_t round = 0;
+  int64_t item = blockIdx.x;  // the next, of that round
+  FoundTileSm90 found = {};   // packed calls: of the item, its sequence and its number there
+  bool mirrored = false;      // in pairs: the item's second tile is the next
   const LongSequencesSm90& long_ones;
-  int64_t piece = blockIdx.x;  // the next
-  int fillers = 0;             // items that the block has taken for want of a piece
+  int piece = blockIdx.x;                          // the next
+  int fillers = 0;                                 // items that the block has taken for want of a piece
+  enum { kPiece, kItem, kFiller } taken = kPiece;  // where the last tile is from
 
   __device__ TileWalkSm90(const ArgumentsSm90<Params>& args, const LongSequencesSm90& long_ones)
       : args(args), long_ones(long_ones) {}
 
-  // To the item of the next round. Those of the last heads' single tiles go there and back: who had a longer tile gets
-  // a shorter one.
+  // Past the tile that Next() has found: apart from it, since all warps of a block wait for that.
   __device__ void Advance() {
+    if (mirrored) return;
+    if (taken == kFiller) ++fillers;
+    if (taken != kItem) return;
+    // To the item of the next round. Those of the last heads' single tiles go there and back: who had a longer tile
+    // gets a shorter one.
     const ScheduleSm90& schedule = args.schedule;
     ++round;
     const bool back = round > schedule.single_from && (round - schedule.single_from) % 2 != 0;
-    item = round * schedule.workers + (back ? schedule.workers - 1 - blockIdx.x : blockIdx.x);
+    item = int64_t{round} * schedule.workers + (back ? schedule.workers - 1 - blockIdx.x : blockIdx.x);
   }
 
   // The next tile, or one that says `last` when there is none left.
   __device__ void Next(TileSm90<Traits>* tile) {
     const Params& params = args.params;
     const ScheduleSm90& schedule = args.schedule;
-    const int64_t uniform = UniformQueryLength(params), group = GroupOf(params);
-    const int64_t batch = BatchOf(params), kv_heads = KvHeadsOf(params);
+    const int kv_heads = schedule.kv_heads.divisor, batch = static_cast<int>(BatchOf(params));
     const bool cuts = kCuts && long_ones.count > 0;
-    const auto tiles_of = [&](int64_t b) { return cuts && long_ones.Has(b) ? 0 : CountTiles<kRows>(params, b); };
-    const auto pairs_of = [&](int64_t b) {
-      return schedule.in_pairs && 2 * WrittenTokens(params, b) > LengthOf(params, b);
+    const auto tiles_of = [&](int b) { return cuts && long_ones.Has(b) ? 0 : CountTiles<kRows>(args, b); };
+    const auto pairs_of = [&](int b) {
+      return schedule.in_pairs && 2 * int64_t{WrittenTokens(args, b)} > LengthOf(params, b);
     };
-    const auto levels_of = [&](int64_t tiles, bool in_pairs) { return in_pairs ? (tiles + 1) / 2 : tiles; };
-    int64_t b, index, head, length;
+    const auto levels_of = [&](int tiles, bool in_pairs) { return in_pairs ? (tiles + 1) / 2 : tiles; };
+    int b, index, head, length;
     int pieces = 1, place = 0, stride = 0, number = 0;  // of a long tile, and the number of that
     const OtherTiles& others = long_ones.others;
     const int filler = static_cast<int>(blockIdx.x) - others.first_idle;
     const bool fills = cuts && fillers < others.each && filler >= 0 && filler < others.idle;
-    // The tile of a sequence and head that an item of theirs names; then on to the next.
-    const auto take = [&](int64_t tiles, bool in_pairs, int64_t level) {
+    // The tile of a sequence and head that an item of theirs names.
+    const auto take = [&](int tiles, bool in_pairs, int level) {
       index = mirrored ? level : tiles - 1 - level;
       mirrored = in_pairs && !mirrored && level != tiles - 1 - level;
-      if (!mirrored && !fills) Advance();
-      if (!mirrored && fills) ++fillers;
+      taken = fills ? kFiller : kItem;
     };
     bool none;
-    const int slot = static_cast<int>(piece);
+    const int slot = piece;
     if (cuts && piece < long_ones.pieces && blockIdx.x < schedule.sms) {
       none = false;
+      taken = kPiece;
       piece += schedule.sms;
       const int lane = threadIdx.x % kWarp;
       int i = 0;
@@ -278,43 +289,45 @@ struct TileWalkSm90 {
       }
       const LongSequencesSm90::Sequence& sequence = long_ones.sequences[i];
       b = sequence.b;
-      length = WrittenTokens(params, b);
+      length = WrittenTokens(args, b);
       pieces = sequence.pieces;
-      stride = static_cast<int>(CountTiles<kRows>(params, b));
+      stride = CountTiles<kRows>(args, b);
       const PiecePlace at(slot - (i > 0 ? (&sequence)[-1].pieces_end : 0), stride, pieces);
       head = at.head;
       place = at.place;
       index = stride - 1 - at.tile;
       number = (i > 0 ? (&sequence)[-1].tiles_end : 0) + at.head * stride + at.tile;
-    } else if (uniform > 0 && !cuts) {
+    } else if (schedule.uniform > 0 && !cuts) {
       none = item >= schedule.items;
       if (!none) {
-        const int64_t tiles = Divide(params.max_tiles, batch), levels = levels_of(tiles, schedule.in_pairs);
-        const bool single = item >= schedule.paired_heads * levels;
-        int64_t first = schedule.paired_heads, width = batch * kv_heads - first;
-        if (!single) {
-          first = Divide(item, schedule.section * levels) * schedule.section;
-          width = min(schedule.section, schedule.paired_heads - first);
+        const int its = static_cast<int>(item), singles = schedule.paired_heads * schedule.levels;
+        int first = schedule.paired_heads, rest = its - singles, kind = kSingles;
+        if (rest < 0) {
+          const int section = schedule.section_items.Quotient(its);
+          first = section * schedule.section;
+          rest = its - section * schedule.section_items.divisor;
+          kind = first + schedule.section > schedule.paired_heads ? kPartSection : kWholeSection;
         }
-        const int64_t rest = item - first * levels, level = Divide(rest, width), pair = first + rest - level * width;
-        b = Divide(pair, kv_heads);
+        const FastDivisor& width = schedule.widths[kind];
+        const int level = width.Quotient(rest), pair = first + rest - level * width.divisor;
+        b = schedule.kv_heads.Quotient(pair);
         head = pair - b * kv_heads;
-        length = uniform;
-        take(tiles, schedule.in_pairs && !single, level);
+        length = schedule.uniform;
+        take(schedule.tiles, schedule.in_pairs && kind != kSingles, level);
       }
     } else {
       if (!mirrored) {
         const int64_t before = cuts ? int64_t{others.idle} * others.each : 0;
         const int64_t next = fills ? int64_t{others.idle} * fillers + filler : before + item;
-        found = FindTileByWarp(batch, next, [&](int64_t b) { return levels_of(tiles_of(b), pairs_of(b)) * kv_heads; });
+        found = FindTileByWarp(batch, next, [&](int b) { return levels_of(tiles_of(b), pairs_of(b)) * kv_heads; });
       }
       none = found.b >= batch;
       if (!none) {
         b = found.b;
-        length = WrittenTokens(params, b);
+        length = WrittenTokens(args, b);
         const bool in_pairs = pairs_of(b);
-        const int64_t tiles = tiles_of(b), levels = levels_of(tiles, in_pairs);
-        head = Divide(found.index, levels);
+        const int tiles = tiles_of(b), levels = levels_of(tiles, in_pairs);
+        head = static_cast<int>(static_cast<uint32_t>(found.index) / static_cast<uint32_t>(levels));
         take(tiles, in_pairs, found.index - head * levels);
       }
     }
@@ -322,40 +335,36 @@ struct TileWalkSm90 {
       if (threadIdx.x % kWarp == 0) tile->last = true;
       return;
     }
+    const SequenceView view = ViewSequence(params, b);
+    const int group = schedule.group.divisor, first_row = index * kRows;
+    const int rows = min(length * group - first_row, kRows);
+    const int first_token = schedule.group.Quotient(first_row);
+    const int last_token = schedule.group.Quotient(first_row + rows - 1);
+    const int total =
+        FindBlocks(view, first_token, min(int64_t{last_token}, view.q_len - 1), last_token < view.q_len, &tile->blocks);
     if (threadIdx.x % kWarp == 0) {
-      const SequenceView view = ViewSequence(params, b);
-      const int64_t first_row = index * kRows;
-      const int rows = static_cast<int>(min(length * group - first_row, int64_t{kRows}));
-      tile->view = view;
-      tile->b = b;
-      tile->head = head;
-      tile->first_row = first_row;
-      tile->num_rows = rows;
-      tile->last = false;
-      tile->non_finite = 0;
-      const int64_t first_token = Divide(first_row, group), last_token = Divide(first_row + rows - 1, group);
-      tile->blocks = BlockList<Traits::kKeys>(view, first_token, min(last_token, view.q_len - 1));
-      if (last_token >= view.q_len) tile->blocks.ForgetCommon();
       tile->begin = 0;
-      tile->end = tile->blocks.total();
+      tile->end = total;
+      tile->head = head;
+      tile->query_row = static_cast<int>(view.first_token) + first_token;
+      tile->last = false;
+      tile->b = b;
+      tile->first_token = first_token;
+      tile->first_head = first_row - first_token * group;
+      tile->num_rows = rows;
+      tile->view = view;
       tile->part = kWholeTile;
+      tile->non_finite = 0;
       if constexpr (kCuts) {
         if (stride > 0) {
           const SplitWorkspace<kRows, Traits::kValueDim> workspace(params);
           if (pieces > 1) {
-            const int64_t total = tile->end;
-            tile->begin = static_cast<int>(Divide(total * place, pieces));
-            tile->end = static_cast<int>(Divide(total * (place + 1), pieces));
+            tile->begin = static_cast<int>(Divide(int64_t{total} * place, pieces));
+            tile->end = static_cast<int>(Divide(int64_t{total} * (place + 1), pieces));
             tile->part = slot;
           }
           if (place == 0) {
-            workspace.info[number] = {static_cast<int>(b),
-                                      static_cast<int>(head),
-                                      static_cast<int>(first_row),
-                                      pieces > 1 ? rows : 0,
-                                      pieces,
-                                      slot,
-                                      stride};
+            workspace.info[number] = {b, head, first_row, pieces > 1 ? rows : 0, pieces, slot, stride};
           }
         }
       }
@@ -468,8 +477,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(s_bytes);
   const Params& params = args.params;
-  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarp, 0);
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / kWarpgroup), 0);
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / kWarp), 0);
 
   LaunchDependents();  // the merge, or decode: their blocks find no room before this block's end
   if (threadIdx.x == 0) {
@@ -482,7 +491,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
 
   if (warpgroup == 0) {
     if (warp == kTileWarp) {  // before registers are given away
-      FindLongSequences<Traits>(params, args.schedule.sms, args.schedule.in_pairs, &shared.long_sequences);
+      FindLongSequences<Traits>(args, &shared.long_sequences);
     }
     GiveRegisters<Traits::kProducerRegisters>();
     if (warp == kTileWarp) {
@@ -492,8 +501,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
         TileSm90<Traits>& tile = shared.tiles[slot.index];
         walk.Next(&tile);
         __syncwarp();
-        if (threadIdx.x % kWarp == 0) Arrive(&shared.tile_full[slot.index]);
+        Arrive(&shared.tile_full[slot.index]);
         if (tile.last) break;
+        walk.Advance();
       }
     } else if (warp == 0) {
       Produce<Traits, Params, false>(args, shared);
@@ -505,7 +515,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
         TileSm90<Traits>& tile = shared.tiles[slot.index];
         const bool last = tile.last;
         if (!last) {
-          FillRows(params, &tile);
+          FillRows(params, args.schedule.group, &tile);
           const bool mapped = AllMapped(params, tile);
           if (threadIdx.x % kWarp == 0) {
             tile.all_mapped = mapped;

@@ -105,20 +105,36 @@ inline bool MayCutTiles(const PagedAttentionParams& params) { return params.plan
 template <class Traits, class Params>
 ScheduleSm90 MakeSchedule(const Params& params, bool in_pairs, int64_t workers) {
   ScheduleSm90 schedule;
-  const int64_t batch = BatchOf(params), heads = batch * KvHeadsOf(params);
+  const int64_t batch = BatchOf(params), kv_heads = KvHeadsOf(params), heads = batch * kv_heads;
   const int64_t tiles = MaxTiles<Traits::kRows>(params);
+  int64_t items = tiles * kv_heads;  // packed calls have no more; the device knows how many
+  schedule.group = FastDivisor(params.num_heads / kv_heads);
+  schedule.kv_heads = FastDivisor(kv_heads);
+  schedule.query_rows = static_cast<int>(QueryRows(params));
   schedule.in_pairs = in_pairs;
-  schedule.items = tiles * KvHeadsOf(params);  // packed calls have no more; the device knows how many
-  schedule.paired_heads = heads;
-  if (in_pairs && UniformQueryLength(params) > 0) {
-    const int64_t each = tiles / batch, levels = (each + 1) / 2, items = levels * heads;
-    schedule.paired_heads = items / workers * workers / levels;
-    schedule.single_from = schedule.paired_heads * levels / workers;
-    schedule.items = schedule.paired_heads * levels + (heads - schedule.paired_heads) * each;
+  if (UniformQueryLength(params) > 0) {
+    const int64_t each = tiles / batch, levels = in_pairs ? (each + 1) / 2 : each;
+    int64_t paired_heads = heads;
+    if (in_pairs) {
+      paired_heads = levels * heads / workers * workers / levels;
+      schedule.single_from = static_cast<int>(paired_heads * levels / workers);
+      items = paired_heads * levels + (heads - paired_heads) * each;
+    }
+    const int64_t head_bytes = std::max<int64_t>(MaxKeysOf(params), 1) * (Traits::kDim + Traits::kValueDim) * 2;
+    const int64_t section = std::clamp<int64_t>(kSectionBytes / head_bytes, 1, heads);
+    const auto divisor = [](int64_t width) { return FastDivisor(std::max<int64_t>(width, 1)); };
+    schedule.uniform = static_cast<int>(UniformQueryLength(params));
+    schedule.items = static_cast<int>(items);
+    schedule.tiles = static_cast<int>(each);
+    schedule.levels = static_cast<int>(levels);
+    schedule.section = static_cast<int>(section);
+    schedule.paired_heads = static_cast<int>(paired_heads);
+    schedule.section_items = FastDivisor(section * levels);
+    schedule.widths[kWholeSection] = divisor(section);
+    schedule.widths[kPartSection] = divisor(paired_heads % section);
+    schedule.widths[kSingles] = divisor(heads - paired_heads);
   }
-  schedule.workers = std::min(workers, schedule.items);
-  const int64_t head_bytes = std::max<int64_t>(MaxKeysOf(params), 1) * (Traits::kDim + Traits::kValueDim) * 2;
-  schedule.section = std::max<int64_t>(kSectionBytes / head_bytes, 1);
+  schedule.workers = static_cast<int>(std::min(workers, items));
   return schedule;
 }
 
@@ -159,7 +175,6 @@ cudaError_t LaunchScheduled(const Params& params, const ScheduleSm90& schedule, 
     error = EncodeKeys<Traits>(params, ValueArray(params), Traits::kValueDim, &args.value, &args.box_keys);
   while (PageSizeOf(params) > int64_t{1} << args.page_shift) ++args.page_shift;
   if (error != cudaSuccess) return error;
-  if (schedule.workers > INT_MAX) return cudaErrorInvalidConfiguration;
   constexpr int kBytes = sizeof(SharedSm90<Traits>);
   static_assert(kBytes <= 227 * 1024);
   static_assert(Traits::kRows <= PrefillRowsSm90(Traits::kValueDim), "the plan sizes the workspace");
@@ -191,7 +206,8 @@ cudaError_t LaunchSm90(const Params& params, cudaStream_t stream) {
   return LaunchScheduled<Traits>(params, ChooseSchedule<Traits>(params, sms), stream);
 }
 
-// Groups of 8 rows of a cache, or rows of plain arrays: coordinates of tensor copies have 32 bits.
+// Groups of 8 rows of a cache, or rows of plain arrays: coordinates of tensor copies have 32 bits, and so have numbers
+// of tiles on the device, of which there are no more than (token, query head) rows, and of sequences.
 inline int64_t RowsToCopy(const LinearAttentionParams& params) { return params.num_keys; }
 inline int64_t RowsToCopy(const PagedAttentionParams& params) {
   const KvCache& cache = params.cache;
@@ -201,7 +217,8 @@ inline int64_t RowsToCopy(const PagedAttentionParams& params) {
 // Everything on the card that the family is compiled for.
 template <class Params>
 bool SuitsSm90(const Params& params) {
-  return DeviceIsSm90() && std::max(RowsToCopy(params), QueryRows(params)) <= INT_MAX;
+  const int64_t most = std::max({RowsToCopy(params), QueryRows(params) * params.num_heads, BatchOf(params)});
+  return DeviceIsSm90() && most <= INT_MAX;
 }
 
 namespace sm90 {

@@ -11,9 +11,11 @@
 #ifndef TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM90_CUH_
 #define TURBOATTN_KERNELS_PREFILL_MAINLOOP_SM90_CUH_
 
+#include <climits>
 #include <cstdint>
 #include <type_traits>
 
+#include "kernels/common/fast_divisor.h"
 #include "kernels/common/ptx_sm90.cuh"
 #include "kernels/common/query_tile.cuh"
 #include "kernels/common/score.cuh"
@@ -25,25 +27,33 @@
 
 namespace turboattn::prefill {
 
-// Which tiles a block takes: TileWalkSm90.
+// Which tiles a block takes: TileWalkSm90. Numbers of tiles and of (token, query head) rows have 31 bits: SuitsSm90.
 struct ScheduleSm90 {
-  int64_t workers = 0;                  // blocks of the grid
-  int64_t items = 0;                    // what they share out: tiles, or pairs of tiles; of packed calls as many tiles
-                                        // as disjoint ranges can make
-  int64_t section = 1;                  // uniform calls: (sequence, kv head) pairs that are taken together
-  int64_t paired_heads = 0;             // uniform calls: pairs before the last, whose tiles are taken one by one
-  int64_t single_from = INT64_MAX / 2;  // the round in which these begin
-  bool in_pairs = false;  // an item may be a long tile and the short one of its sequence that makes up for it
-  int sms = 0;            // that long tiles are cut over; 0: keys stay whole
+  FastDivisor group;          // query heads of a kv head
+  FastDivisor kv_heads;       // of a sequence
+  int uniform = 0;            // query tokens of every sequence when they all have the same number, else 0
+  int workers = 0;            // blocks of the grid
+  int sms = 0;                // that long tiles are cut over; 0: keys stay whole
+  bool in_pairs = false;      // an item may be a long tile and the short one of its sequence that makes up for it
+  int query_rows = 0;         // of the query array, without the head axis
+  int single_from = INT_MAX;  // the round in which tiles of uniform calls begin that are taken one by one
+  // Uniform calls.
+  int items = 0;              // what blocks share out: tiles, or pairs of tiles
+  int tiles = 0, levels = 0;  // of a (sequence, kv head) pair, and items
+  int section = 1;            // pairs that are taken together
+  int paired_heads = 0;       // pairs before the last, whose tiles are taken one by one
+  FastDivisor section_items;  // of a whole section
+  FastDivisor widths[3];      // pairs of a whole section, of one that is not, of the last ones: in SectionKind's order
 };
+enum SectionKind { kWholeSection, kPartSection, kSingles };
 
 template <class Params>
 struct ArgumentsSm90 {
   CUtensorMap query;  // [tokens, K, G, D], boxes of a tile's rows; used when query_by_copy
   CUtensorMap key;    // plain arrays: [B, S, K, D], boxes of a tile. Pages: see KeyTileSm90, boxes of box_keys
   CUtensorMap value;
-  Params params;
   ScheduleSm90 schedule;
+  Params params;
   bool query_by_copy = false;  // else the group does not divide the tile, and consumers load its rows
   int box_keys = 0;            // keys a copy
   int page_shift = 0;          // pages have 1 << page_shift tokens
@@ -65,7 +75,9 @@ struct LongSequencesSm90 {
   Sequence sequences[kMost];
   uint32_t bits[kExamined / 32];  // bit b % 32 of word b / 32: it is one of them
 
-  __device__ bool Has(int64_t b) const { return count > 0 && b < kExamined && (bits[b / 32] >> (b % 32) & 1u) != 0; }
+  __device__ bool Has(int b) const {
+    return count > 0 && b < kExamined && (bits[static_cast<uint32_t>(b) / 32] >> (b % 32) & 1u) != 0;
+  }
 };
 
 // Names of waits, for WaitBarrier().
@@ -136,8 +148,8 @@ struct SharedSm90 {
       InitBarrier(&value_landed[i], 1);
     }
     for (int i = 0; i < kTiles; ++i) {
-      InitBarrier(&tile_full[i], 1);
       // All threads that write and read arrive: compute-sanitizer does not follow one lane's arrival for its warp.
+      InitBarrier(&tile_full[i], kWarp);
       InitBarrier(&rows_full[i], kWarp);
       InitBarrier(&tile_empty[i], (kConsumerWarps + kConverterWarps + 2) * kWarp);  // and the producers
     }
@@ -216,19 +228,22 @@ struct ProducerSm90 {
 
   __device__ ProducerSm90(const ArgumentsSm90<Params>& args, SharedSm90<Traits>& shared) : args(args), shared(shared) {}
 
-  // `block` is the last of its run.
+  // `block` is the last of its run. Query rows are asked for with the first keys, as soon as may be.
   __device__ void StartRun(const TileSm90<Traits>& tile, int block) {
-    const int run = tile.blocks.RunOf(block);
-    run_begin = run == 0 ? 0 : tile.blocks.count[0];
-    first_key = tile.blocks.FirstKey(block);
+    const bool with_query = !kValues && block == tile.end - 1;
+    if (!kPaged && with_query) LoadQuery(tile);
+    const int run = kPaged ? tile.blocks.RunOf(block) : kOwnRun;
+    run_begin = kPaged && run != 0 ? tile.blocks.count[0] : 0;
+    first_key = kPaged ? tile.blocks.FirstKey(block) : (tile.blocks.first[kOwnRun] + block) * kKeys;
     seen = tile.blocks.seen[run];
     common = tile.blocks.common[run];
-    head = static_cast<int>(tile.head);
+    head = tile.head;
     if constexpr (kPaged) {
       const KvCache& cache = args.params.cache;
       const PagedKeys keys = KeysOf(args.params, tile.b, tile.head, run);
       pages = keys.pages;
       LookUp(first_key);
+      if (with_query) LoadQuery(tile);
       const int64_t page = PageOf(cache, keys.layer, 0);
       first_page = static_cast<int>(page);
       num_pages = page == kUnmapped ? 0 : static_cast<int>(cache.num_pages);
@@ -240,7 +255,7 @@ struct ProducerSm90 {
     } else {
       const LinearAttentionParams& params = args.params;
       first_row = params.ragged ? static_cast<int>(ClampRange(params.kv_ranges, tile.b, params.num_keys).lo) : 0;
-      array = params.ragged ? 0 : static_cast<int>(tile.b);
+      array = params.ragged ? 0 : tile.b;
     }
   }
 
@@ -343,10 +358,9 @@ struct ProducerSm90 {
     query_parity ^= 1u;
     if (lane == 0) {
       ArriveExpecting(&shared.query_full, sizeof(shared.query));
-      const int64_t token = tile.view.first_token + Divide(tile.first_row, GroupOf(args.params));
       for (int panel = 0; panel < Traits::kPanels; ++panel) {
         CopyBox4(SharedAddress(shared.query) + panel * Traits::kRows * 128, &args.query, &shared.query_full, panel * 64,
-                 0, static_cast<int>(tile.head), static_cast<int>(token));
+                 0, tile.head, tile.query_row);
       }
     }
     __syncwarp();
@@ -356,8 +370,7 @@ struct ProducerSm90 {
   __device__ void Load(TileSm90<Traits>& tile) {
     int block = tile.end - 1;
     const int end = tile.begin;
-    if (block >= end) StartRun(tile, block);
-    if (!kValues && block >= end) LoadQuery(tile);
+    run_begin = INT_MAX;
     const auto next = [&] {
       if (block < run_begin) StartRun(tile, block);
       --block;

@@ -4,53 +4,88 @@
 
 #include <cstdint>
 
+#include "kernels/common/fast_divisor.h"
 #include "kernels/common/score.cuh"
 #include "kernels/common/sequence.cuh"
 #include "kernels/prefill/traits.h"
 
 namespace turboattn::prefill {
 
-constexpr int64_t kWholeTile = -1;
+constexpr int kWholeTile = -1;
 
 template <class Traits>
 struct TileSm90 {
-  SequenceView view;
+  // What copies need.
+  int begin, end;  // those of the blocks to take in: all, or a part of them
+  int head;        // kv head
+  int query_row;   // of the query array, without the head axis: the first row's token
+  bool last;       // there is no tile here, and none will come
   BlockList<Traits::kKeys> blocks;
-  int begin, end;  // those of them to take in: all, or a part of them
-  int64_t part;    // that the result is one of: a place in the workspace; kWholeTile: it goes to out
-  int64_t b;       // sequence
-  int64_t head;    // kv head
-  int64_t first_row;
+  int b;            // sequence
+  int first_token;  // of the sequence: the first row's
+  int first_head;   // of the group: the first row's
   int num_rows;
-  bool last;        // there is no tile here, and none will come
+  SequenceView view;
+  int part;         // that the result is one of: a place in the workspace; kWholeTile: it goes to out
   bool all_mapped;  // all pages with keys that some row of the tile sees
   int plain_from;   // PlainFrom() of the last block but one
   int non_finite;   // not 0: values that some row may see have been taken out, see AddNonFinite()
   TileRows<Traits::kRows> rows;
 };
 
+// The blocks that rows of tokens t0 .. t1 see, by a warp: a lane for each end of a range of keys, since for a block's
+// first tile every instruction is waited for. See BlockList. Returns how many there are.
+template <int kKeys>
+__device__ __forceinline__ int FindBlocks(const SequenceView& view, int64_t t0, int64_t t1, bool has_common,
+                                          BlockList<kKeys>* list) {
+  const int lane = threadIdx.x % kWarp;
+  const bool is_hi = lane % 2 != 0, is_own = lane / 2 % 2 != 0, is_common = lane / 4 % 2 != 0;
+  // UnionOf and CommonTo.
+  const KeyRange visible = VisibleKeys(view.rule, view.position + (is_hi != is_common ? t1 : t0));
+  int64_t position = is_hi ? visible.hi : visible.lo;
+  if (view.has_tree && is_hi && is_common) position = min(position, view.position);
+  KeyRun keys = view.runs[0];
+  if (is_own) keys = view.runs[kOwnRun];
+  int key = keys.Before(position);
+  key = max(key, __shfl_sync(~0u, key, lane & ~1));
+  if (t1 < t0 || (is_common && !has_common)) key = 0;
+  const int lo = __shfl_sync(~0u, key, lane & ~1);
+  // Of the lanes of `hi`.
+  const int first = static_cast<int>(static_cast<uint32_t>(lo) / kKeys);
+  const int count = key > lo ? static_cast<int>(static_cast<uint32_t>(key - 1) / kKeys) + 1 - first : 0;
+  if (lane < 4 * kRuns) {
+    RunRange& range = (is_common ? list->common : list->seen)[is_own];
+    (is_hi ? range.hi : range.lo) = key;
+    if (is_hi && !is_common) {
+      list->first[is_own] = first;
+      list->count[is_own] = count;
+    }
+  }
+  return __shfl_sync(~0u, count, 1) + __shfl_sync(~0u, count, 3);
+}
+
 // FillTileRow of all rows, by a warp. What is the same for all rows is worked out once: for a block's first tile every
 // instruction is waited for.
 template <class Traits, class Params>
-__device__ __forceinline__ void FillRows(const Params& params, TileSm90<Traits>* tile) {
+__device__ __forceinline__ void FillRows(const Params& params, const FastDivisor& group, TileSm90<Traits>* tile) {
+  constexpr bool kPaged = std::is_same_v<Params, PagedAttentionParams>;
   const SequenceView& view = tile->view;
-  const uint32_t group = GroupOf(params);
-  const int64_t first_token = Divide(tile->first_row, group);
-  const uint32_t skipped = static_cast<uint32_t>(tile->first_row - first_token * group);  // heads of the first token
+  const int first_head = tile->first_head, heads = group.divisor;
+  const int64_t first_token = tile->first_token;
   const KeyRange first_seen = VisibleKeys(view.rule, view.position + first_token);
   const bool lo_moves = view.rule.left != -1, hi_moves = first_seen.hi != kAllPositions;
 #pragma unroll 1
   for (int r = threadIdx.x % kWarp; r < Traits::kRows; r += kWarp) {
-    const uint32_t t = (skipped + r) / group;
+    const int t = group.Quotient(first_head + r);
     const int64_t i = first_token + t;
-    const int query_head = static_cast<int>(tile->head * group + (skipped + r - t * group));
+    const int query_head = tile->head * heads + (first_head + r - t * heads);
     const bool exists = r < tile->num_rows && i < view.q_len;  // dense rows past query_lens see nothing
 #pragma unroll
     for (int run = 0; run < kRuns; ++run) {
       const KeyRun& keys = view.runs[run];
       RunRange seen = {0, 0};
-      if (exists && keys.count > 0) {
-        if (keys.stride == 1) {
+      if ((kPaged || run == kOwnRun) && exists && keys.count > 0) {
+        if (!kPaged || keys.stride == 1) {
           seen.lo = static_cast<int>(Clamp(first_seen.lo + (lo_moves ? t : 0) - keys.first, 0, keys.count));
           seen.hi = static_cast<int>(Clamp(first_seen.hi + (hi_moves ? t : 0) - keys.first, seen.lo, keys.count));
         } else {
