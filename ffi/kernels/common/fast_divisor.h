@@ -21,8 +21,13 @@ struct FastDivisor {
   }
   // a / divisor for 0 <= a <= INT32_MAX.
   TA_HD int Quotient(int a) const {
-    const uint64_t product = static_cast<uint64_t>(2 * static_cast<uint32_t>(a)) * multiplier;
-    return static_cast<int>(static_cast<uint32_t>(product >> 32) >> shift);
+    const uint32_t twice = 2 * static_cast<uint32_t>(a);
+#if defined(__CUDA_ARCH__)
+    const uint32_t high = __umulhi(twice, multiplier);
+#else
+    const uint32_t high = static_cast<uint32_t>(static_cast<uint64_t>(twice) * multiplier >> 32);
+#endif
+    return static_cast<int>(high >> shift);
   }
 };
 

@@ -156,6 +156,14 @@ __device__ __forceinline__ void StoreMatrix4(uint32_t address, const uint32_t (&
 
 // ---- tensor copies
 
+// True in one lane of a whole warp: the compiler knows of this one that it is one, and makes no loop over lanes of a
+// tensor copy.
+__device__ __forceinline__ bool ElectLane() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.b32 %0, 1, 0, p;\n}" : "=r"(elected));
+  return elected != 0;
+}
+
 __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

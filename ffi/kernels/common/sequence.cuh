@@ -124,7 +124,9 @@ __device__ inline SequenceView ViewSequence(const PagedAttentionParams& params, 
   return view;
 }
 
-__device__ inline SequenceView ViewSequence(const LinearAttentionParams& params, int64_t b) {
+// first_key: if asked for, the row of the sequence's first key, ragged or in its own array.
+__device__ inline SequenceView ViewSequence(const LinearAttentionParams& params, int64_t b,
+                                            int64_t* first_key = nullptr) {
   SequenceView view;
   KeyRun& keys = view.runs[kOwnRun];
   if (params.ragged) {
@@ -134,12 +136,17 @@ __device__ inline SequenceView ViewSequence(const LinearAttentionParams& params,
     view.q_len = q.hi - q.lo;
     keys.count = static_cast<int>(kv.hi - kv.lo);
     view.position = keys.count - view.q_len;
+    if (first_key != nullptr) *first_key = kv.lo;
   } else {
     view.first_token = b * params.num_tokens;
-    view.q_len = params.query_lens != nullptr ? Clamp(params.query_lens[b], 0, params.num_tokens) : params.num_tokens;
-    keys.count =
-        static_cast<int>(params.kv_lens != nullptr ? Clamp(params.kv_lens[b], 0, params.num_keys) : params.num_keys);
-    view.position = params.query_offset != nullptr ? params.query_offset[b] : 0;
+    view.q_len = params.num_tokens;
+    keys.count = static_cast<int>(params.num_keys);
+    if (params.query_lens != nullptr || params.kv_lens != nullptr || params.query_offset != nullptr) {  // mostly none
+      if (params.query_lens != nullptr) view.q_len = Clamp(params.query_lens[b], 0, params.num_tokens);
+      if (params.kv_lens != nullptr) keys.count = static_cast<int>(Clamp(params.kv_lens[b], 0, params.num_keys));
+      if (params.query_offset != nullptr) view.position = params.query_offset[b];
+    }
+    if (first_key != nullptr) *first_key = 0;
   }
   view.rule = MakeMaskRule(params.score.is_causal, params.score.window, b);
   return view;

@@ -224,7 +224,7 @@ __device__ void FindLongSequences(const ArgumentsSm90<PagedAttentionParams>& arg
 template <class Traits, class Params>
 struct TileWalkSm90 {
   static constexpr int kRows = Traits::kRows;
-  static constexpr bool kCuts = std::is_same_v<Params, PagedAttentionParams>;
+  static constexpr bool kPlain = std::is_same_v<Params, LinearAttentionParams>, kCuts = !kPlain;
   const ArgumentsSm90<Params>& args;
   uint32_t round = 0;
   int64_t item = blockIdx.x;  // the next, of that round
@@ -298,9 +298,10 @@ struct TileWalkSm90 {
       index = stride - 1 - at.tile;
       number = (i > 0 ? (&sequence)[-1].tiles_end : 0) + at.head * stride + at.tile;
     } else if (schedule.uniform > 0 && !cuts) {
-      none = item >= schedule.items;
+      const int its = static_cast<int>(item);
+      none = static_cast<uint32_t>(its) >= static_cast<uint32_t>(schedule.items);
       if (!none) {
-        const int its = static_cast<int>(item), singles = schedule.paired_heads * schedule.levels;
+        const int singles = schedule.paired_heads * schedule.levels;
         int first = schedule.paired_heads, rest = its - singles, kind = kSingles;
         if (rest < 0) {
           const int section = schedule.section_items.Quotient(its);
@@ -335,18 +336,24 @@ struct TileWalkSm90 {
       if (threadIdx.x % kWarp == 0) tile->last = true;
       return;
     }
-    const SequenceView view = ViewSequence(params, b);
+    SequenceView view;
+    [[maybe_unused]] int64_t first_key;
+    if constexpr (kPlain) {
+      view = ViewSequence(params, b, &first_key);
+    } else {
+      view = ViewSequence(params, b);
+    }
     const int group = schedule.group.divisor, first_row = index * kRows;
     const int rows = min(length * group - first_row, kRows);
     const int first_token = schedule.group.Quotient(first_row);
     const int last_token = schedule.group.Quotient(first_row + rows - 1);
-    const int total =
-        FindBlocks(view, first_token, min(int64_t{last_token}, view.q_len - 1), last_token < view.q_len, &tile->blocks);
     if (threadIdx.x % kWarp == 0) {
-      tile->begin = 0;
-      tile->end = total;
       tile->head = head;
       tile->query_row = static_cast<int>(view.first_token) + first_token;
+      if constexpr (kPlain) {
+        tile->array = params.ragged ? 0 : b;
+        tile->key_row = static_cast<int>(first_key);
+      }
       tile->last = false;
       tile->b = b;
       tile->first_token = first_token;
@@ -355,6 +362,12 @@ struct TileWalkSm90 {
       tile->view = view;
       tile->part = kWholeTile;
       tile->non_finite = 0;
+    }
+    const int total =
+        FindBlocks(view, first_token, min(int64_t{last_token}, view.q_len - 1), last_token < view.q_len, &tile->blocks);
+    if (threadIdx.x % kWarp == 0) {
+      tile->begin = 0;
+      tile->end = total;
       if constexpr (kCuts) {
         if (stride > 0) {
           const SplitWorkspace<kRows, Traits::kValueDim> workspace(params);

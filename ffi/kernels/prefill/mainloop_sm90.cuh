@@ -231,19 +231,19 @@ struct ProducerSm90 {
   // `block` is the last of its run. Query rows are asked for with the first keys, as soon as may be.
   __device__ void StartRun(const TileSm90<Traits>& tile, int block) {
     const bool with_query = !kValues && block == tile.end - 1;
-    if (!kPaged && with_query) LoadQuery(tile);
+    head = tile.head;
+    if (!kPaged && with_query) LoadQuery(tile.query_row);
     const int run = kPaged ? tile.blocks.RunOf(block) : kOwnRun;
-    run_begin = kPaged && run != 0 ? tile.blocks.count[0] : 0;
+    run_begin = run == 0 ? 0 : tile.blocks.count[0];
     first_key = kPaged ? tile.blocks.FirstKey(block) : (tile.blocks.first[kOwnRun] + block) * kKeys;
     seen = tile.blocks.seen[run];
     common = tile.blocks.common[run];
-    head = tile.head;
     if constexpr (kPaged) {
       const KvCache& cache = args.params.cache;
       const PagedKeys keys = KeysOf(args.params, tile.b, tile.head, run);
       pages = keys.pages;
       LookUp(first_key);
-      if (with_query) LoadQuery(tile);
+      if (with_query) LoadQuery(tile.query_row);
       const int64_t page = PageOf(cache, keys.layer, 0);
       first_page = static_cast<int>(page);
       num_pages = page == kUnmapped ? 0 : static_cast<int>(cache.num_pages);
@@ -253,9 +253,8 @@ struct ProducerSm90 {
         first_group = first_page * page_groups + head * head_groups;
       }
     } else {
-      const LinearAttentionParams& params = args.params;
-      first_row = params.ragged ? static_cast<int>(ClampRange(params.kv_ranges, tile.b, params.num_keys).lo) : 0;
-      array = params.ragged ? 0 : tile.b;
+      array = tile.array;
+      first_row = tile.key_row;
     }
   }
 
@@ -321,14 +320,15 @@ struct ProducerSm90 {
     uint64_t* const landed = in_part ? &shared.value_landed[slot.index] : full;
     WaitBarrier(kValues ? &shared.value_empty[slot.index] : &shared.key_empty[slot.index], slot.parity,
                 kValues ? kValueEmpty : kKeyEmpty);
-    if (lane == 0) {
+    const bool elected = kPaged ? lane == 0 : ElectLane();
+    if (elected) {
       if (kPaged && !kValues) shared.mapped[slot.index] = mapped;
       ArriveExpecting(landed, kBytes);
     }
     if constexpr (kPaged) {
       __syncwarp();
       if (has_box) CopyBox4(to + lane_key * (KeyTile::kPanels * 128), map, landed, 0, 0, 0, group);
-    } else if (lane == 0) {
+    } else if (elected) {
       for (int panel = 0; panel < KeyTile::kPanels; ++panel) {
         CopyBox4(to + panel * KeyTile::kPanelBytes, map, landed, panel * 64, head, first_row + first_key, array);
       }
@@ -352,15 +352,16 @@ struct ProducerSm90 {
     first_key -= kKeys;
   }
 
-  __device__ void LoadQuery(const TileSm90<Traits>& tile) {
+  // From this row of the query array, of `head`.
+  __device__ void LoadQuery(int row) {
     if (!args.query_by_copy) return;
     WaitBarrier(&shared.query_empty, query_parity, kQueryEmpty);
     query_parity ^= 1u;
-    if (lane == 0) {
+    if (ElectLane()) {
       ArriveExpecting(&shared.query_full, sizeof(shared.query));
       for (int panel = 0; panel < Traits::kPanels; ++panel) {
         CopyBox4(SharedAddress(shared.query) + panel * Traits::kRows * 128, &args.query, &shared.query_full, panel * 64,
-                 0, tile.head, tile.query_row);
+                 0, head, row);
       }
     }
     __syncwarp();
@@ -371,8 +372,9 @@ struct ProducerSm90 {
     int block = tile.end - 1;
     const int end = tile.begin;
     run_begin = INT_MAX;
+    if (!kPaged && block >= end) StartRun(tile, block);
     const auto next = [&] {
-      if (block < run_begin) StartRun(tile, block);
+      if (kPaged && block < run_begin) StartRun(tile, block);
       --block;
     };
     if constexpr (Traits::kQuantised) {

@@ -19,7 +19,9 @@ struct TileSm90 {
   int begin, end;  // those of the blocks to take in: all, or a part of them
   int head;        // kv head
   int query_row;   // of the query array, without the head axis: the first row's token
-  bool last;       // there is no tile here, and none will come
+  int array;       // plain arrays: the sequence's, and in it the row of its first key
+  int key_row;
+  bool last;  // there is no tile here, and none will come
   BlockList<Traits::kKeys> blocks;
   int b;            // sequence
   int first_token;  // of the sequence: the first row's
@@ -38,18 +40,20 @@ struct TileSm90 {
 template <int kKeys>
 __device__ __forceinline__ int FindBlocks(const SequenceView& view, int64_t t0, int64_t t1, bool has_common,
                                           BlockList<kKeys>* list) {
-  const int lane = threadIdx.x % kWarp;
+  const uint32_t lane = Opaque(threadIdx.x % kWarp);  // else what follows from it takes registers from tile to tile
   const bool is_hi = lane % 2 != 0, is_own = lane / 2 % 2 != 0, is_common = lane / 4 % 2 != 0;
-  // UnionOf and CommonTo.
-  const KeyRange visible = VisibleKeys(view.rule, view.position + (is_hi != is_common ? t1 : t0));
-  int64_t position = is_hi ? visible.hi : visible.lo;
-  if (view.has_tree && is_hi && is_common) position = min(position, view.position);
   KeyRun keys = view.runs[0];
   if (is_own) keys = view.runs[kOwnRun];
-  int key = keys.Before(position);
-  key = max(key, __shfl_sync(~0u, key, lane & ~1));
+  int key = is_hi ? keys.count : 0;
+  if (view.rule.is_causal || view.has_tree || view.rule.left != -1 || view.rule.right != -1) {  // UnionOf, CommonTo
+    const KeyRange visible = VisibleKeys(view.rule, view.position + (is_hi != is_common ? t1 : t0));
+    int64_t position = is_hi ? visible.hi : visible.lo;
+    if (view.has_tree && is_hi && is_common) position = min(position, view.position);
+    key = keys.Before(position);
+  }
+  key = max(key, __shfl_sync(~0u, key, lane & ~1u));
   if (t1 < t0 || (is_common && !has_common)) key = 0;
-  const int lo = __shfl_sync(~0u, key, lane & ~1);
+  const int lo = __shfl_sync(~0u, key, lane & ~1u);
   // Of the lanes of `hi`.
   const int first = static_cast<int>(static_cast<uint32_t>(lo) / kKeys);
   const int count = key > lo ? static_cast<int>(static_cast<uint32_t>(key - 1) / kKeys) + 1 - first : 0;
