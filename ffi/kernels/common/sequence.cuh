@@ -136,19 +136,24 @@ __device__ inline SequenceView ViewSequence(const LinearAttentionParams& params,
     view.q_len = q.hi - q.lo;
     keys.count = static_cast<int>(kv.hi - kv.lo);
     view.position = keys.count - view.q_len;
+    view.rule = MakeMaskRule(params.score.is_causal, params.score.window, b);
     if (first_key != nullptr) *first_key = kv.lo;
   } else {
     view.first_token = b * params.num_tokens;
     view.q_len = params.num_tokens;
     keys.count = static_cast<int>(params.num_keys);
-    if (params.query_lens != nullptr || params.kv_lens != nullptr || params.query_offset != nullptr) {  // mostly none
+    // Behind one branch: most calls have none of them.
+    const int32_t* const window = params.score.window;
+    view.rule = {params.score.is_causal, -1, -1};
+    if (params.query_lens != nullptr || params.kv_lens != nullptr || params.query_offset != nullptr ||
+        window != nullptr) {
       if (params.query_lens != nullptr) view.q_len = Clamp(params.query_lens[b], 0, params.num_tokens);
       if (params.kv_lens != nullptr) keys.count = static_cast<int>(Clamp(params.kv_lens[b], 0, params.num_keys));
       if (params.query_offset != nullptr) view.position = params.query_offset[b];
+      view.rule = MakeMaskRule(params.score.is_causal, window, b);
     }
     if (first_key != nullptr) *first_key = 0;
   }
-  view.rule = MakeMaskRule(params.score.is_causal, params.score.window, b);
   return view;
 }
 

@@ -363,8 +363,8 @@ struct TileWalkSm90 {
       tile->part = kWholeTile;
       tile->non_finite = 0;
     }
-    const int total =
-        FindBlocks(view, first_token, min(int64_t{last_token}, view.q_len - 1), last_token < view.q_len, &tile->blocks);
+    const int q_len = static_cast<int>(view.q_len);
+    const int total = FindBlocks(view, first_token, min(last_token, q_len - 1), last_token < q_len, &tile->blocks);
     if (threadIdx.x % kWarp == 0) {
       tile->begin = 0;
       tile->end = total;

@@ -2,6 +2,7 @@
 #ifndef TURBOATTN_KERNELS_PREFILL_TILE_SM90_CUH_
 #define TURBOATTN_KERNELS_PREFILL_TILE_SM90_CUH_
 
+#include <cstddef>
 #include <cstdint>
 
 #include "kernels/common/fast_divisor.h"
@@ -38,7 +39,7 @@ struct TileSm90 {
 // The blocks that rows of tokens t0 .. t1 see, by a warp: a lane for each end of a range of keys, since for a block's
 // first tile every instruction is waited for. See BlockList. Returns how many there are.
 template <int kKeys>
-__device__ __forceinline__ int FindBlocks(const SequenceView& view, int64_t t0, int64_t t1, bool has_common,
+__device__ __forceinline__ int FindBlocks(const SequenceView& view, int t0, int t1, bool has_common,
                                           BlockList<kKeys>* list) {
   const uint32_t lane = Opaque(threadIdx.x % kWarp);  // else what follows from it takes registers from tile to tile
   const bool is_hi = lane % 2 != 0, is_own = lane / 2 % 2 != 0, is_common = lane / 4 % 2 != 0;
@@ -57,13 +58,12 @@ __device__ __forceinline__ int FindBlocks(const SequenceView& view, int64_t t0, 
   // Of the lanes of `hi`.
   const int first = static_cast<int>(static_cast<uint32_t>(lo) / kKeys);
   const int count = key > lo ? static_cast<int>(static_cast<uint32_t>(key - 1) / kKeys) + 1 - first : 0;
-  if (lane < 4 * kRuns) {
-    RunRange& range = (is_common ? list->common : list->seen)[is_own];
-    (is_hi ? range.hi : range.lo) = key;
-    if (is_hi && !is_common) {
-      list->first[is_own] = first;
-      list->count[is_own] = count;
-    }
+  using List = BlockList<kKeys>;
+  static_assert(offsetof(List, common) == sizeof(List::seen) && sizeof(List::seen) == 4 * sizeof(int) && kOwnRun == 1);
+  if (lane < 4 * kRuns) (&list->seen[0].lo)[lane] = key;
+  if (lane < 4 && is_hi) {
+    list->first[is_own] = first;
+    list->count[is_own] = count;
   }
   return __shfl_sync(~0u, count, 1) + __shfl_sync(~0u, count, 3);
 }
