@@ -500,7 +500,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
     PrefetchTensorMap(&args.value);
     shared.InitBarriers();
   }
-  __syncthreads();
+  if (warp != kTileWarp) {  // which finds its first tile meanwhile
+    if (warp == 0) ArriveNamed(kTileStartBarrier, 2 * kWarp);
+    SyncNamed(kStartBarrier, Traits::kThreads - kWarp);
+  }
 
   if (warpgroup == 0) {
     if (warp == kTileWarp) {  // before registers are given away
@@ -509,11 +512,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1) PrefillSm90(const __grid_
     GiveRegisters<Traits::kProducerRegisters>();
     if (warp == kTileWarp) {
       TileWalkSm90<Traits, Params> walk(args, shared.long_sequences);
+      bool is_first = true;
       for (RingSlot<Shared::kTiles> slot(1);; slot.Advance()) {
-        WaitBarrier(&shared.tile_empty[slot.index], slot.parity, kTileEmpty);
+        if (!is_first) WaitBarrier(&shared.tile_empty[slot.index], slot.parity, kTileEmpty);
         TileSm90<Traits>& tile = shared.tiles[slot.index];
         walk.Next(&tile);
         __syncwarp();
+        if (is_first) SyncNamed(kTileStartBarrier, 2 * kWarp);
+        is_first = false;
         Arrive(&shared.tile_full[slot.index]);
         if (tile.last) break;
         walk.Advance();

@@ -97,6 +97,8 @@ enum WaitSm90 {
 };
 
 constexpr int kTileWarp = 2;
+// Named barriers: of all warps but kTileWarp, and of that and warp 0.
+constexpr int kStartBarrier = 7, kTileStartBarrier = 8;
 
 // Quantised caches: tiles of codes between the producers and the converters. Rows lie as SwizzledChunk has them.
 template <class Traits, bool kQuantised = Traits::kQuantised>
