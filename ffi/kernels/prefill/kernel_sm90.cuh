@@ -16,16 +16,16 @@ struct FoundTileSm90 {
 
 // FindTile by one warp. It adds up several sequences a lane before it looks closer, so that loads overlap.
 template <class Count>
-__device__ FoundTileSm90 FindTileByWarp(int batch, int64_t number, Count count) {
+__device__ FoundTileSm90 FindTileByWarp(uint32_t batch, int64_t number, Count count) {
   constexpr int kAhead = 4;
   const int lane = threadIdx.x % kWarp;
   int64_t before = 0;  // tiles of the sequences before this round's
-  for (int64_t base = 0; base < batch; base += kAhead * kWarp) {
+  for (uint32_t base = 0; base < batch; base += kAhead * kWarp) {
     int counts[kAhead];
     int64_t total = 0;
 #pragma unroll
     for (int k = 0; k < kAhead; ++k) {
-      const int64_t b = base + k * kWarp + lane;
+      const uint32_t b = base + k * kWarp + lane;
       counts[k] = b < batch ? count(static_cast<int>(b)) : 0;
       total += counts[k];
     }
@@ -46,12 +46,12 @@ __device__ FoundTileSm90 FindTileByWarp(int batch, int64_t number, Count count) 
       if (here != 0) {
         const int owner = __ffs(static_cast<int>(here)) - 1;
         const int index = static_cast<int>(number - start);
-        return {static_cast<int>(base) + k * kWarp + owner, __shfl_sync(~0u, index, owner)};
+        return {static_cast<int>(base + k * kWarp + owner), __shfl_sync(~0u, index, owner)};
       }
       before += __shfl_sync(~0u, sum, kWarp - 1);
     }
   }
-  return {batch, 0};
+  return {static_cast<int>(batch), 0};
 }
 
 // Tokens of sequence b whose rows the prefill kernel writes.
@@ -61,13 +61,13 @@ __device__ int WrittenTokens(const ArgumentsSm90<Params>& args, int b) {
   const int rows = args.schedule.query_rows;
   const int32_t* const range = QueryRanges(args.params) + 2 * int64_t{b};
   const int lo = min(max(range[0], 0), rows), tokens = min(max(range[1], lo), rows) - lo;  // ClampRange
-  return tokens > SkippedLength(args.params) ? tokens : 0;
+  return tokens > args.schedule.skipped ? tokens : 0;
 }
 
-template <int kRows, class Params>
-__device__ int CountTiles(const ArgumentsSm90<Params>& args, int b) {
-  return static_cast<int>((static_cast<uint32_t>(WrittenTokens(args, b)) * args.schedule.group.divisor + kRows - 1) /
-                          kRows);
+// The tiles of a kv head for so many tokens.
+template <int kRows>
+__device__ int CountTiles(const ScheduleSm90& schedule, int tokens) {
+  return static_cast<int>((static_cast<uint32_t>(tokens) * schedule.group.divisor + kRows - 1) / kRows);
 }
 
 // Keys that end with a sequence's last token, of a packed call.
@@ -108,7 +108,7 @@ __device__ int CutLongTiles(const ArgumentsSm90<PagedAttentionParams>& args, flo
     int blocks = 0, own = 0;
     if (tokens > 0) {
       blocks = LikelyBlocks<Traits::kKeys>(params, b, tokens);
-      own = CountTiles<Traits::kRows>(args, b) * heads;
+      own = CountTiles<Traits::kRows>(args.schedule, tokens) * heads;
     }
     bool is_long = IsLong(blocks, call.blocks, sms);
     const int place = count + __popc(__ballot_sync(~0u, is_long) & ((1u << lane) - 1u));
@@ -192,7 +192,7 @@ __device__ void FindLongSequences(const ArgumentsSm90<PagedAttentionParams>& arg
       const int tokens = WrittenTokens(args, b);
       if (tokens == 0) continue;
       const int blocks = LikelyBlocks<Traits::kKeys>(params, b, tokens);
-      const float own = static_cast<float>(CountTiles<Traits::kRows>(args, b) * heads);
+      const float own = static_cast<float>(CountTiles<Traits::kRows>(args.schedule, tokens) * heads);
       tiles += own;
       call.blocks += own * static_cast<float>(blocks);
       call.longest = max(call.longest, blocks);
@@ -257,9 +257,12 @@ struct TileWalkSm90 {
     const ScheduleSm90& schedule = args.schedule;
     const int kv_heads = schedule.kv_heads.divisor, batch = static_cast<int>(BatchOf(params));
     const bool cuts = kCuts && long_ones.count > 0;
-    const auto tiles_of = [&](int b) { return cuts && long_ones.Has(b) ? 0 : CountTiles<kRows>(args, b); };
-    const auto pairs_of = [&](int b) {
-      return schedule.in_pairs && 2 * int64_t{WrittenTokens(args, b)} > LengthOf(params, b);
+    // Of sequences with so many tokens.
+    const auto tiles_of = [&](int b, int tokens) {
+      return cuts && long_ones.Has(b) ? 0 : CountTiles<kRows>(schedule, tokens);
+    };
+    const auto pairs_of = [&](int b, int tokens) {
+      return schedule.in_pairs && 2 * int64_t{tokens} > LengthOf(params, b);
     };
     const auto levels_of = [&](int tiles, bool in_pairs) { return in_pairs ? (tiles + 1) / 2 : tiles; };
     int b, index, head, length;
@@ -291,7 +294,7 @@ struct TileWalkSm90 {
       b = sequence.b;
       length = WrittenTokens(args, b);
       pieces = sequence.pieces;
-      stride = CountTiles<kRows>(args, b);
+      stride = CountTiles<kRows>(schedule, length);
       const PiecePlace at(slot - (i > 0 ? (&sequence)[-1].pieces_end : 0), stride, pieces);
       head = at.head;
       place = at.place;
@@ -320,14 +323,17 @@ struct TileWalkSm90 {
       if (!mirrored) {
         const int64_t before = cuts ? int64_t{others.idle} * others.each : 0;
         const int64_t next = fills ? int64_t{others.idle} * fillers + filler : before + item;
-        found = FindTileByWarp(batch, next, [&](int b) { return levels_of(tiles_of(b), pairs_of(b)) * kv_heads; });
+        found = FindTileByWarp(batch, next, [&](int b) {
+          const int tokens = WrittenTokens(args, b);
+          return levels_of(tiles_of(b, tokens), pairs_of(b, tokens)) * kv_heads;
+        });
       }
       none = found.b >= batch;
       if (!none) {
         b = found.b;
         length = WrittenTokens(args, b);
-        const bool in_pairs = pairs_of(b);
-        const int tiles = tiles_of(b), levels = levels_of(tiles, in_pairs);
+        const bool in_pairs = pairs_of(b, length);
+        const int tiles = tiles_of(b, length), levels = levels_of(tiles, in_pairs);
         head = static_cast<int>(static_cast<uint32_t>(found.index) / static_cast<uint32_t>(levels));
         take(tiles, in_pairs, found.index - head * levels);
       }

@@ -111,6 +111,7 @@ ScheduleSm90 MakeSchedule(const Params& params, bool in_pairs, int64_t workers) 
   schedule.group = FastDivisor(params.num_heads / kv_heads);
   schedule.kv_heads = FastDivisor(kv_heads);
   schedule.query_rows = static_cast<int>(QueryRows(params));
+  schedule.skipped = static_cast<int>(std::min<int64_t>(SkippedLength(params), INT_MAX));
   schedule.in_pairs = in_pairs;
   if (UniformQueryLength(params) > 0) {
     const int64_t each = tiles / batch, levels = in_pairs ? (each + 1) / 2 : each;

@@ -31,6 +31,7 @@ namespace turboattn::prefill {
 struct ScheduleSm90 {
   FastDivisor group;          // query heads of a kv head
   FastDivisor kv_heads;       // of a sequence
+  int skipped = 0;            // sequences of at most this many tokens are the decode kernel's
   int uniform = 0;            // query tokens of every sequence when they all have the same number, else 0
   int workers = 0;            // blocks of the grid
   int sms = 0;                // that long tiles are cut over; 0: keys stay whole
