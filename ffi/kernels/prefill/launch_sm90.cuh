@@ -166,7 +166,6 @@ template <class Traits, class Params>
 cudaError_t LaunchScheduled(const Params& params, const ScheduleSm90& schedule, cudaStream_t stream) {
   ArgumentsSm90<Params> args;
   args.params = params;
-  args.params.max_tiles = MaxTiles<Traits::kRows>(params);
   args.schedule = schedule;
   args.query_by_copy = Traits::kRows % (params.num_heads / KvHeadsOf(params)) == 0;
   cudaError_t error = args.query_by_copy ? EncodeQuery<Traits>(params, &args.query) : cudaSuccess;
