@@ -14,7 +14,7 @@ struct FoundTileSm90 {
   int index;  // within the sequence
 };
 
-// Tile `number` by one warp, when sequence b has count(b) of them, in the order of sequences. It adds up several sequences a lane before it looks closer, so that loads overlap.
+// FindTile (score.cuh) by one warp. It adds up several sequences a lane before it looks closer, so that loads overlap.
 template <class Count>
 __device__ FoundTileSm90 FindTileByWarp(uint32_t batch, int64_t number, Count count) {
   constexpr int kAhead = 4;
