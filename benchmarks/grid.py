@@ -41,7 +41,10 @@ class Decode:
     def name(self) -> str:
         long, short = max(self.lens), min(self.lens)
         count = sum(n == short for n in self.lens)
-        shape = f"{count}x{short}" if not self.ragged else f"{len(self.lens) - count}x{long}+{count}x{short}"
+        if len(set(self.lens)) > 2:
+            shape = f"{len(self.lens)}x({short} to {long})"
+        else:
+            shape = f"{len(self.lens) - count}x{long}+{count}x{short}" if self.ragged else f"{count}x{short}"
         dtype = "" if self.kv_dtype == "bfloat16" else f" {self.kv_dtype}"
         dim = "" if self.head_dim == 128 else f" d{self.head_dim}"
         words = dict(step=self.fused, plan=self.planned, invariant=self.batch_invariant)
@@ -130,6 +133,11 @@ def _equal(batch: int, length: int, **fields) -> Decode:
     return Decode((length,) * batch, **fields)
 
 
+# 64 lengths from 29 to 3998, in an order that follows no rule; and as many short ones as long ones, side by side.
+MANY_LENGTHS = tuple(29 + 63 * (37 * i % 64) for i in range(64))
+SHORT_BESIDE_LONG = (64,) * 32 + (4096,) * 32
+
+
 DECODE = (
     _equal(1, 2048),
     _equal(1, 8192, quick=True),
@@ -142,6 +150,7 @@ DECODE = (
     _equal(1, 131072),
     Decode((131072, *(1024,) * 63)),
     Decode((131072, *(1024,) * 63), batch_invariant=True),
+    *(Decode(lens, kv_dtype=dtype) for lens in (MANY_LENGTHS, SHORT_BESIDE_LONG) for dtype in ("bfloat16", "int8")),
     _equal(64, 4096, planned=True),
     _equal(64, 4096, head_dim=64),
     _equal(64, 4096, kv_dtype="int8", quick=True),

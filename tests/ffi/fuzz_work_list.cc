@@ -27,15 +27,20 @@ void Fuzz(std::mt19937_64& random) {
   const int grid = static_cast<int>(in(1, 512));
   const int units = static_cast<int>(in(1, int64_t{1} << in(0, 20)));
   const bool even = in(0, 1) != 0 && EvenCut::Of(units, grid).units > 0;
-  const int64_t unit = in(0, int64_t{1} << in(0, 40)), total = even ? units * unit : in(0, int64_t{1} << in(0, 60));
+  const int start = static_cast<int>(in(0, 9));
+  const int64_t unit = in(1, int64_t{1} << in(0, 40)), places = start + unit;
+  const int64_t total = even ? units * places : in(0, int64_t{1} << in(0, 60));
   const EvenCut cut = EvenCut::Of(units, grid);
-  const WorkList list(total, grid, cut, even);
-  const int64_t longest = list.each + (list.left > 0 ? 1 : 0);
-  if (list.chunk == total) {
+  const WorkList list(total, grid, start, cut, even);
+  // A block's places, and those that have keys.
+  int64_t longest = list.each + (list.left > 0 ? 1 : 0) + list.start, longest_keys = longest - list.start;
+  if (list.chunk == total && list.start == 0) {
     Check(list.blocks == std::min<int64_t>(total, grid), "blocks that have work");
   } else {
+    if (cut.block_units > 1) longest_keys = cut.block_units * unit;
     Check(even && list.blocks <= grid, "more blocks than there are");
-    Check((longest - std::min(longest / 16 + 1, WorkList::kMaxUneven)) * grid <= total, "a block too long");
+    Check((longest_keys - std::min(longest_keys / 16 + 1, WorkList::kMaxUneven)) * grid <= units * unit,
+          "a block too long");
   }
   if (total == 0) return;
   const auto begin_of = [&](int block) {
@@ -53,7 +58,12 @@ void Fuzz(std::mt19937_64& random) {
     const int64_t begin = begin_of(block), end = end_of(block);
     Check(block == 0 || begin == end_of(block - 1), "places without a block, or with two");
     Check(begin < end && end - begin <= longest, "a block's share");
-    if (list.chunk < total) Check(begin % unit == 0 || begin / unit == (end - 1) / unit, "parts of two units");
+    if (list.chunk < total || list.start > 0) {
+      const int64_t at = begin % places, keys = end - begin - std::max(start - at, int64_t{0});
+      Check(at == 0 || begin / places == (end - 1) / places, "parts of two units");
+      Check(at == 0 || at > start, "a part that begins in a unit's start");
+      Check(cut.block_units > 1 || (keys > 0 && keys <= longest_keys), "keys of a part");
+    }
     Check(list.BlockOf(begin) == block && list.BlockOf(end - 1) == block, "the block of a place");
   }
   // A unit of some blocks of keys, as the kernel's blocks walk over it.

@@ -2,7 +2,8 @@
 // units whose keys more than one block took in.
 //
 // A unit is (sequence, kv head, tile of rows). Its keys are cut in blocks of kDecodeKeys; all units' blocks follow each
-// other in one list, cut in equal parts over the grid, so a long sequence among short ones keeps no block waiting.
+// other in one list, with places for what a unit's start costs, cut in equal parts over the grid: neither a long
+// sequence among short ones nor many short ones side by side keep a block waiting.
 // Batch-invariant calls cut each unit at fixed multiples instead: a block has the parts that begin among its places. A
 // part that is a whole unit writes its rows; others leave (O, max, sum) in a slot of the workspace, and the slots of a
 // unit are put together in their order: by MergeDecode, or, where few units are cut (kMerges), by the last block to
@@ -135,7 +136,7 @@ __device__ inline void FillRow(const PagedAttentionParams& params, const CallFac
 }
 
 // The share of sequence b, which has these tokens and, in plain calls, this length.
-template <int kRows>
+template <class Traits>
 __device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& facts, int b, int first_token, int q_len,
                          int kv_len) {
   Share share = {};
@@ -145,8 +146,9 @@ __device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& fa
   if (q_len == 0 || q_len > facts.decode_q_len) return share;
   share.blocks = facts.plain ? BlocksOf(KeysOf(facts, kv_len)) : ViewAny(params, b, q_len, nullptr, nullptr);
   share.blocks = max(share.blocks, 1);
+  constexpr int kRows = Traits::kRows;
   share.units = static_cast<int>(params.cache.num_kv_heads) * ((share.q_len * facts.group + kRows - 1) / kRows);
-  share.cost = int64_t{share.units} * share.blocks;
+  share.cost = int64_t{share.units} * share.Places(Traits::kStart);
   if (params.batch_invariant) {
     share.part_blocks =
         static_cast<int>(InvariantSplit(static_cast<int64_t>(share.blocks) * kDecodeKeys) / kDecodeKeys);
@@ -155,23 +157,23 @@ __device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& fa
   return share;
 }
 
-template <int kRows>
+template <class Traits>
 __device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& facts, int b) {
   const Sequences& seqs = params.seqs;
   const int kv_len = facts.plain ? seqs.kv_lens[b] : 0;
   if (seqs.q_ranges == nullptr) {
     const int q_len = static_cast<int>(seqs.uniform_q_len);
-    return ShareOf<kRows>(params, facts, b, b * q_len, q_len, kv_len);
+    return ShareOf<Traits>(params, facts, b, b * q_len, q_len, kv_len);
   }
   const int tokens = static_cast<int>(seqs.num_tokens);
   const int begin = min(max(seqs.q_ranges[2 * static_cast<int64_t>(b)], 0), tokens);
   const int end = min(max(seqs.q_ranges[2 * static_cast<int64_t>(b) + 1], begin), tokens);
-  return ShareOf<kRows>(params, facts, b, begin, end - begin, kv_len);
+  return ShareOf<Traits>(params, facts, b, begin, end - begin, kv_len);
 }
 
 // From place `offset` of sequence b's share to the sequence that has the place, and where in its share. False: none
 // has, which only a schedule can ask for.
-template <int kRows>
+template <class Traits>
 __device__ bool Seek(const PagedAttentionParams& params, const CallFacts& facts, int* b, Share* share,
                      int64_t* offset) {
   while (*offset < 0 || *offset >= share->cost) {
@@ -179,7 +181,7 @@ __device__ bool Seek(const PagedAttentionParams& params, const CallFacts& facts,
     if (!back) *offset -= share->cost;
     *b += back ? -1 : 1;
     if (*b == static_cast<int>(params.seqs.batch)) return false;
-    Share next = ShareOf<kRows>(params, facts, *b);
+    Share next = ShareOf<Traits>(params, facts, *b);
     next.first_slot = back ? share->first_slot - next.Slots() : share->first_slot + share->Slots();
     *share = next;
     if (back) *offset += share->cost;
@@ -187,18 +189,28 @@ __device__ bool Seek(const PagedAttentionParams& params, const CallFacts& facts,
   return true;
 }
 
-// The same, to the next place that a fixed part begins at; places up to `end` are the block's.
-template <int kRows>
+// The same, to the next place that a part begins at; places up to `end` are the block's.
+template <class Traits>
 __device__ bool SeekPart(const PagedAttentionParams& params, const CallFacts& facts, int* b, Share* share,
-                         int64_t* offset, int64_t* position, int64_t end) {
-  if (!Seek<kRows>(params, facts, b, share, offset)) return false;
-  if (!params.batch_invariant) return true;
-  const int within = static_cast<int>(*offset % share->blocks);
-  const int next = (within + share->part_blocks - 1) / share->part_blocks * share->part_blocks;
-  const int skipped = min(next, share->blocks) - within;
-  *offset += skipped;
-  *position += skipped;
-  return *position < end && Seek<kRows>(params, facts, b, share, offset);
+                         int64_t* offset, int64_t* position, int64_t end, PartPlace* at) {
+  while (Seek<Traits>(params, facts, b, share, offset)) {
+    const int places = share->Places(Traits::kStart);
+    at->unit = static_cast<int>(Divide(*offset, places));
+    const int place = static_cast<int>(*offset - int64_t{at->unit} * places) - Traits::kStart;  // < 0: in the start
+    at->block = max(place, 0);
+    if (params.batch_invariant) {
+      at->block = (at->block + share->part_blocks - 1) / share->part_blocks * share->part_blocks;
+    }
+    const int skipped = min(at->block, share->blocks) - place;
+    *offset += skipped;
+    *position += skipped;
+    if (*position >= end) return false;
+    if (at->block >= share->blocks) continue;
+    const int64_t most = params.batch_invariant ? int64_t{share->part_blocks} : end - *position;
+    at->count = static_cast<int>(min(int64_t{share->blocks} - at->block, most));
+    return true;
+  }
+  return false;
 }
 
 // How a block finds its part of the list: each thread has a few sequences that follow each other, mostly one.
@@ -221,7 +233,7 @@ struct ListSearch {
     int64_t slots = 0;
     for (const int end = min(b + each_thread, batch); b < end; ++b) {
       const int64_t before = share.cost;
-      share = ShareOf<Traits::kRows>(params, facts, b);
+      share = ShareOf<Traits>(params, facts, b);
       same = same && (b == first || share.cost == before);
       cost += share.cost;
       slots += share.Slots();
@@ -263,7 +275,7 @@ __global__ void __launch_bounds__(Traits::kBlockThreads)
   CallFacts facts = call;
   facts.plain = true;  // no other calls have a schedule: ViewAny is left out
   const ListSearch<Traits> mine(params, facts);
-  const WorkList list(mine.total, grid, facts.even, mine.all_even);
+  const WorkList list(mine.total, grid, Traits::kStart, facts.even, mine.all_even);
   const int block = static_cast<int>(blockIdx.x);
   ScheduledPart& part = reinterpret_cast<ScheduledPart*>(params.new_schedule)[block];
   int16_t* const halves = reinterpret_cast<int16_t*>(&part.parts);
@@ -278,7 +290,7 @@ __global__ void __launch_bounds__(Traits::kBlockThreads)
     int b = mine.b;
     Share share = mine.share;
     int64_t offset = mine.Offset(begin);
-    Seek<Traits::kRows>(params, facts, &b, &share, &offset);
+    Seek<Traits>(params, facts, &b, &share, &offset);
     part.grid = grid;
     part.count = static_cast<int>(end - begin);
     part.b = b;
@@ -286,14 +298,16 @@ __global__ void __launch_bounds__(Traits::kBlockThreads)
     part.first_token = share.first_token;
     part.q_len = share.q_len;
     part.kv_len = share.kv_len;
-    if (Traits::kMerges) halves[1] = static_cast<int16_t>(block - list.BlockOf(begin - offset % share.blocks));
+    const int64_t first = begin - offset % share.Places(Traits::kStart) + Traits::kStart;  // the unit's
+    if (Traits::kMerges) halves[1] = static_cast<int16_t>(max(block - list.BlockOf(first), 0));
   }
   if (mine.Has(end - 1)) {
     int b = mine.b;
     Share share = mine.share;
     int64_t offset = mine.Offset(end - 1);
-    Seek<Traits::kRows>(params, facts, &b, &share, &offset);
-    const int64_t last = end - 1 - offset % share.blocks + share.blocks - 1;  // the unit's
+    Seek<Traits>(params, facts, &b, &share, &offset);
+    const int places = share.Places(Traits::kStart);
+    const int64_t last = end - 1 - offset % places + places - 1;  // the unit's
     const int parts = list.BlockOf(last) - block + 1;
     if (Traits::kMerges) {
       halves[0] = static_cast<int16_t>(parts);
@@ -416,7 +430,7 @@ __device__ BlockWork FindWork(const PagedAttentionParams& params, const CallFact
       const int tokens = static_cast<int>(params.seqs.num_tokens);
       const int first_token = min(max(scheduled.first_token, 0), tokens);
       const int q_len = min(max(scheduled.q_len, 0), tokens - first_token);
-      work.share = ShareOf<Traits::kRows>(params, facts, work.b, first_token, q_len, scheduled.kv_len);
+      work.share = ShareOf<Traits>(params, facts, work.b, first_token, q_len, scheduled.kv_len);
     }
     if (work.finds) {
       const int parts = Traits::kMerges ? scheduled.parts & 0xffff : scheduled.parts;
@@ -425,7 +439,7 @@ __device__ BlockWork FindWork(const PagedAttentionParams& params, const CallFact
     }
   } else {
     const ListSearch<Traits> mine(params, facts);
-    const WorkList list(mine.total, static_cast<int>(gridDim.x), facts.even, mine.all_even);
+    const WorkList list(mine.total, static_cast<int>(gridDim.x), Traits::kStart, facts.even, mine.all_even);
     if (threadIdx.x == 0) {
       shared.list = list;
       shared.last_parts = 0;
@@ -756,7 +770,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
     if (threadIdx.x * kLine < params.seqs.max_pages) Prefetch(params.seqs.page_table + threadIdx.x * kLine);
     if (threadIdx.x == kThreads - 1) Prefetch(params.seqs.layer);
     work.finds = threadIdx.x == 0;
-    if (work.finds) work.share = ShareOf<kRows>(params, facts, 0);
+    if (work.finds) work.share = ShareOf<Traits>(params, facts, 0);
     work.end = 1;
   } else {
     work = FindWork<Traits>(params, facts, shared, 0);
@@ -767,7 +781,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   while (position < end) {
     if (finds) {
       const int from = b;
-      const bool found = clustered || SeekPart<kRows>(params, facts, &b, &share, &offset, &position, end);
+      const bool found = clustered || SeekPart<Traits>(params, facts, &b, &share, &offset, &position, end, &shared.at);
       moves = found && (moves || b != from);
       if (!found) b = -1;
       shared.b = b;
@@ -799,10 +813,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       num_blocks = static_cast<int>(blocks * (rank + 1) >> facts.cluster_shift) - first_block;  // may be 0
       if (unit >= share.units) break;  // the sequence has fewer rows than it could
     } else {
-      unit = static_cast<int>(Divide(offset, share.blocks));
-      first_block = static_cast<int>(offset - int64_t{unit} * share.blocks);
-      num_blocks = static_cast<int>(
-          min(int64_t{share.blocks} - first_block, fixed_parts ? int64_t{share.part_blocks} : end - position));
+      unit = shared.at.unit;
+      first_block = shared.at.block;
+      num_blocks = shared.at.count;
     }
     const int tile = unit < heads ? 0 : unit / heads, head = unit - tile * heads, first_row = tile * kRows;
     const int rows = min(share.q_len * group - first_row, kRows);

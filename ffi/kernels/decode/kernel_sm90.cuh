@@ -15,22 +15,22 @@ namespace turboattn::decode {
 template <class Traits>
 __device__ void FindPart(const PagedAttentionParams& params, const CallFacts& facts, int* b, Share* share,
                          int64_t* offset, int64_t position, int64_t end, Part* part) {
-  if (position >= end || !SeekPart<Traits::kRows>(params, facts, b, share, offset, &position, end)) {
+  PartPlace at;
+  if (position >= end || !SeekPart<Traits>(params, facts, b, share, offset, &position, end, &at)) {
     part->b = -1;
     return;
   }
   const int heads = static_cast<int>(params.cache.num_kv_heads);
-  const int unit = static_cast<int>(Divide(*offset, share->blocks)), tile = unit < heads ? 0 : unit / heads;
+  const int tile = at.unit < heads ? 0 : at.unit / heads;
   part->b = *b;
   part->share = *share;
   part->offset = *offset;
   part->position = position;
-  part->head = unit - tile * heads;
+  part->head = at.unit - tile * heads;
   part->first_row = tile * Traits::kRows;
   part->rows = min(share->q_len * facts.group - part->first_row, Traits::kRows);
-  part->first_block = static_cast<int>(*offset - int64_t{unit} * share->blocks);
-  part->num_blocks = static_cast<int>(min(int64_t{share->blocks} - part->first_block,
-                                          params.batch_invariant ? int64_t{share->part_blocks} : end - position));
+  part->first_block = at.block;
+  part->num_blocks = at.count;
   if (facts.plain) {
     ViewPlain(params, *share, KeysOf(facts, share->kv_len), &part->view, &part->blocks);
   } else {

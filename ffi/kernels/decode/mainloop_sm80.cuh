@@ -41,13 +41,22 @@ struct Share {
   int kv_len;    // plain calls
   int blocks;    // of a unit, at least 1
   int units;     // kv heads x tiles of rows
-  int64_t cost;  // length in the list: blocks of all units
+  int64_t cost;  // length in the list: of all units, see Places()
   // Fixed parts.
   int part_blocks;     // of a part
   int parts;           // of a unit
   int64_t first_slot;  // of the first unit's first part: each has its slot
 
+  // Of a unit in the list, whose start takes so many.
+  __device__ int Places(int start) const { return start + blocks; }
   __device__ int64_t Slots() const { return int64_t{units} * parts; }
+};
+
+// Which keys a part has.
+struct PartPlace {
+  int unit;   // of the sequence
+  int block;  // the first, of the unit
+  int count;  // of blocks
 };
 
 // A unit that a block shares with others, when its part is done.
@@ -97,6 +106,7 @@ struct SharedSm80 {
   int64_t position, end;
   int b;  // -1: there is none
   int64_t offset;
+  PartPlace at;
   Share share;
   SequenceView view;
   BlockList<kDecodeKeys> blocks;

@@ -39,6 +39,7 @@ struct TraitsSm80 {
   static constexpr int kStoredChunks = kStoredBytes / 16;
   static constexpr int kBlocks = kResident<kStoredBytes, kRows, kDim>;
   static constexpr int kSteps = kStages<kStoredBytes, kBlocks>;
+  static constexpr int kStart = kStartPlaces<kStoredBytes, kBlocks>;
   static constexpr bool kQueryInRegisters = kDim * kRows <= 2048;  // the rest of them are the output's
   static constexpr int kTileBytes = kWarpKeys * kStoredBytes;
   static constexpr int kKeyTiles = 1;             // of 16 keys, of a warp's step
@@ -62,6 +63,7 @@ struct TraitsSm90 : TraitsSm80<kEType, kKv, kHeadDim, kRowTile> {
   using Base::kDim, Base::kRows, Base::kStoredBytes, Base::kThreads;
   static constexpr int kBlockThreads = kThreads + kWarp;
   static constexpr int kBlocks = kResidentSm90;
+  static constexpr int kStart = kStartPlaces<kStoredBytes, kBlocks>;
   static constexpr int kKeyTiles = 2;
   static constexpr int kStepKeys = kKeyTiles * kDecodeKeys;
   static constexpr int kArrayBytes = kStepKeys * kStoredBytes;  // K or V of a step
@@ -83,6 +85,7 @@ struct TraitsSm90Columns : TraitsSm80<kEType, kKv, kHeadDim, kRowTile> {
   static constexpr bool kSplitsColumns = true;
   static constexpr int kBlockThreads = kThreads + kWarp;
   static constexpr int kBlocks = kResidentSm90;
+  static constexpr int kStart = kStartPlaces<kStoredBytes, kBlocks>;
   static constexpr bool kQueryInRegisters = true;
   static constexpr int kKeyTiles = 2;
   static constexpr int kStepKeys = kKeyTiles * kDecodeKeys;

@@ -1,5 +1,6 @@
 // The flat list of decode work, cut over the grid: which of its places a block has, and in how many parts it leaves a
-// unit. Pure functions of sizes, for the host's tests too.
+// unit. A unit has `start` places for what its start costs, which nobody works on, then one for each block of its keys.
+// Pure functions of sizes, for the host's tests too.
 #ifndef TURBOATTN_KERNELS_DECODE_WORK_LIST_H_
 #define TURBOATTN_KERNELS_DECODE_WORK_LIST_H_
 
@@ -46,7 +47,8 @@ struct EvenCut {
 };
 
 // `total` places over as many blocks of the grid as have one. Each chunk_blocks blocks share `chunk` places, the first
-// `left` of them have one more than the others. 64 bits: ranges that overlap claim rows again and again.
+// `left` of them have one more than the others, and the first one the `start` places besides. 64 bits: ranges that
+// overlap claim rows again and again.
 struct WorkList {
   // bf16, H200: 64 x 4096, 4 places more, 245.4 us and cut equally 247.0; 128 x 8192, 16 more, 953 and 943.
   static constexpr int64_t kMaxUneven = 8;
@@ -55,25 +57,29 @@ struct WorkList {
   int blocks;  // that have work
   int64_t chunk;
   int chunk_blocks;
+  int start;  // 0 where the list is one chunk
   int64_t each;
   int left;
 
   // One chunk, or where all of the cut's units are equally long, whole units a block or whole blocks a unit: no block
   // then has parts of two units, whose starts and ends cost more than a place or two. Not where the longest block would
   // have a sixteenth more places than an equal share, and one, or more than kMaxUneven.
-  TA_HD WorkList(int64_t total, int grid, const EvenCut& cut, bool all_even) : total(total) {
+  // Equal parts of a unit have equal numbers of its keys: each has a start.
+  TA_HD WorkList(int64_t total, int grid, int start, const EvenCut& cut, bool all_even) : total(total), start(start) {
     if (all_even && total > 0 && total <= INT32_MAX) {
-      const uint32_t unit = cut.Unit(static_cast<uint32_t>(total));
+      const uint32_t places = cut.Unit(static_cast<uint32_t>(total)), unit = places - static_cast<uint32_t>(start);
       const uint32_t unit_blocks = static_cast<uint32_t>(cut.unit_blocks);
       chunk_blocks = static_cast<int>(unit < unit_blocks ? unit : unit_blocks);
       blocks = cut.chunks * chunk_blocks;
-      chunk = int64_t{unit} * cut.block_units;
-      each = unit < unit_blocks ? 1 : cut.block_units > 1 ? chunk : cut.Fraction(unit);
-      left = static_cast<int>(chunk - each * chunk_blocks);
-      const int64_t longest = each + (left > 0 ? 1 : 0);
+      chunk = int64_t{places} * cut.block_units;
+      each = unit < unit_blocks ? 1 : cut.block_units > 1 ? chunk - start : cut.Fraction(unit);
+      left = static_cast<int>(chunk - start - each * chunk_blocks);
+      const int64_t keys = total - int64_t{cut.units} * start;
+      const int64_t longest = cut.block_units > 1 ? int64_t{unit} * cut.block_units : each + (left > 0 ? 1 : 0);
       const int64_t uneven = longest / 16 + 1 < kMaxUneven ? longest / 16 + 1 : kMaxUneven;
-      if (unit < EvenCut::kMaxUnit && (longest - uneven) * grid <= total) return;
+      if (unit < EvenCut::kMaxUnit && (longest - uneven) * grid <= keys) return;
     }
+    this->start = 0;
     blocks = total < grid ? static_cast<int>(total) : grid;
     chunk = total;
     chunk_blocks = blocks;
@@ -87,12 +93,13 @@ struct WorkList {
                   : chunk_blocks == cut.unit_blocks ? static_cast<int>(cut.Fraction(static_cast<uint32_t>(block)))
                                                     : block / chunk_blocks;
     const int r = block - c * chunk_blocks;
-    const int64_t first = c * chunk + r * each + (r < left ? r : left), last = first + each + (r < left ? 1 : 0);
-    *begin = first;
+    const int64_t keys = c * chunk + start + r * each + (r < left ? r : left), last = keys + each + (r < left ? 1 : 0);
+    *begin = r == 0 ? keys - start : keys;
     *end = last < total ? last : total;
   }
   TA_HD int BlockOf(int64_t place) const {
-    const int64_t c = place < chunk ? 0 : Divide(place, chunk), within = place - c * chunk;
+    const int64_t c = place < chunk ? 0 : Divide(place, chunk), in_chunk = place - c * chunk;
+    const int64_t within = in_chunk < start ? 0 : in_chunk - start;
     const int64_t longer = left * (each + 1);  // places of the blocks that have one more
     const int64_t r = within < longer ? Divide(within, each + 1) : left + Divide(within - longer, each);
     return static_cast<int>(c * chunk_blocks + r);
