@@ -237,7 +237,7 @@ def middle(readings: list[dict]) -> dict:
         if "us" not in row:
             return row
     times = [row["device_us"] or row["us"] for row in readings]
-    return readings[times.index(sorted(times)[len(times) // 2])] | dict(readings_us=times)
+    return readings[times.index(sorted(times)[(len(times) - 1) // 2])] | dict(readings_us=times)
 
 
 def outside_rows(cases: list, wanted: set[str], quick: bool, rounds: int, seconds: float) -> dict[Any, list[dict]]:

@@ -172,7 +172,7 @@ struct PagedAttentionParams {
   int64_t num_heads = 0;              // H
   bool batch_invariant = false;
   PagedPlan plan;         // CUDA: which kernel takes which sequence
-  int64_t max_tiles = 0;  // CUDA: set by the prefill launch, see PrefillTiles
+  int64_t max_tiles = 0;  // CUDA: set by sm80's prefill launch, see PrefillTiles
   Workspace workspace;    // plan.workspace_bytes
   // CUDA: [kMaxDecodeBlocks, kScheduleInts]. What a make_plan left, or anything; may be null. Its result: decode fills
   // it for a call like this one, and does nothing else.
@@ -205,7 +205,7 @@ struct LinearAttentionParams {
   int64_t num_kv_heads = 0;           // K
   int64_t head_dim = 0;               // D
   int64_t value_dim = 0;              // Dv
-  int64_t max_tiles = 0;              // CUDA: set by the launch: PrefillTiles
+  int64_t max_tiles = 0;              // CUDA: set by sm80's launch: PrefillTiles
 };
 
 // merge_partials: softmax-weighted sum of partial results over disjoint keys.

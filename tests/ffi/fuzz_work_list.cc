@@ -27,7 +27,7 @@ void Fuzz(std::mt19937_64& random) {
   const int grid = static_cast<int>(in(1, 512));
   const int units = static_cast<int>(in(1, int64_t{1} << in(0, 20)));
   const bool even = in(0, 1) != 0 && EvenCut::Of(units, grid).units > 0;
-  const int start = static_cast<int>(in(0, 9));
+  const int start = static_cast<int>(in(0, 23));
   const int64_t unit = in(1, int64_t{1} << in(0, 40)), places = start + unit;
   const int64_t total = even ? units * places : in(0, int64_t{1} << in(0, 60));
   const EvenCut cut = EvenCut::Of(units, grid);

@@ -67,8 +67,9 @@ __device__ __forceinline__ uint32_t DecodePair(float low, float high, RowScale r
 
 // int8 and int4 as bf16. The bits of a code are, as bf16, 2^-133 times the code, from 128 up too: subnormal numbers and
 // the smallest normal ones are equally far apart. One fma then makes the element, but for scales from 2^-5 up its
-// factor would pass bf16: elements are made 2^16 times smaller, which they have room for.
-constexpr float kShrinkBf16 = 0x1p16f, kFactorBf16 = 0x1p133 / kShrinkBf16;
+// factor would pass bf16: elements are made 2^12 times smaller. Those below 2^-114 become subnormal numbers and lose
+// bits; rows with scales from 2^7 up, of 2,000 from their least to their largest element at int4, are not easy ones.
+constexpr float kShrinkBf16 = 0x1p12f, kFactorBf16 = 0x1p133 / kShrinkBf16;
 
 }  // namespace turboattn
 

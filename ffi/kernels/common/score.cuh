@@ -19,18 +19,18 @@ constexpr float kLn2 = 0.6931471805599453f;
 // scores are modified, x is the score in natural units.
 struct ScoreRule {
   float scale;
+  float shrink;  // dot products come divided by this, a power of two
   float soft_cap;
   float to_log2;
   bool modified;
 };
 
-// shrink: dot products come divided by this, a power of two.
 __device__ inline ScoreRule MakeScoreRule(const ScoreParams& score, float shrink = 1.f) {
-  const float scale = score.scale * shrink, to_log2 = scale * kLog2E;
+  const float to_log2 = score.scale * shrink * kLog2E;
   // The running maximum is one of the dot products themselves: that needs a positive factor that is a normal number.
   const bool plain =
       score.soft_cap == 0.f && score.alibi_slopes == nullptr && to_log2 >= 0x1p-126f && IsFinite(to_log2);
-  return {scale, score.soft_cap, plain ? to_log2 : kLog2E, !plain};
+  return {score.scale, shrink, score.soft_cap, plain ? to_log2 : kLog2E, !plain};
 }
 
 // cap * tanh(x / cap), for normal caps within 4e-7 of it, relatively. tanhf would be twice as long and branch.
@@ -58,7 +58,7 @@ __device__ __forceinline__ void ScaleAndCap(const ScoreRule& rule, float (&s)[kT
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) s[n][e] *= rule.scale;
+    for (int e = 0; e < 4; ++e) s[n][e] = s[n][e] * rule.shrink * rule.scale;  // their product may pass float32
   }
   if (rule.soft_cap == 0.f) return;
   const SoftCap cap(rule.soft_cap);

@@ -262,7 +262,7 @@ struct alignas(16) ScheduledPart {
   int count;                       // of the block's places in the list
   int b, offset;                   // the first one's sequence, and where in its share it is
   int first_token, q_len, kv_len;  // of that sequence
-  // Of the last place's unit, if it begins in this block: blocks that have some of it. kMerges: in the low half; in the
+  // Of the last place's unit, if its keys begin in this block: blocks that have some of them. kMerges: in the low half; in the
   // other, so many blocks before this one the first place's unit begins.
   int parts;
 };

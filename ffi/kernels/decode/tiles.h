@@ -33,9 +33,9 @@ constexpr int kStages = kStoredBytes == 512   ? 2
                                               : 8;
 
 // What the start and the end of a unit cost a block, in places of the list: key blocks that it would have read. Some
-// 4.5 us, in which a stream of 4.5 TB/s brings each of 264 blocks 75 KB; less for faster steps, of which a place holds
-// more. H200, us with / without it and what the bytes take, 32 x 64 beside 32 x 4096: bf16 @ / 273 / 125, int8 @ / 288
-// / 68, int4 @ / 292 / 43, of 16 rows @ / 490 / 60; 64 x (1 to 4096): @ / 166, @ / 121, @ / 111, @ / 194.
+// 6 us, in which a stream of 4.5 TB/s brings each of 264 blocks 100 KB. H200, us with them / without / what the bytes
+// take, 32 x 64 beside 32 x 4096: bf16 144 / 273 / 125, int8 83 / 288 / 68, int4 56 / 292 / 43, of 16 rows 85 / 490 /
+// 60; 64 x (1 to 4096): 141 / 166, 86 / 121, 59 / 111, 91 / 194. Two thirds of them took 159, 90, 65, 104.
 template <int kStoredBytes, int kBlocks>
 constexpr int kStartPlaces = 1536 / (kStoredBytes * kBlocks) - 1;
 

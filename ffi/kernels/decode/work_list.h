@@ -54,7 +54,7 @@ struct WorkList {
   static constexpr int64_t kMaxUneven = 8;
 
   int64_t total;
-  int blocks;  // that have work
+  int blocks;  // that have places
   int64_t chunk;
   int chunk_blocks;
   int start;  // 0 where the list is one chunk
