@@ -67,17 +67,23 @@ struct WorkList {
   // Equal parts of a unit have equal numbers of its keys: each has a start.
   TA_HD WorkList(int64_t total, int grid, int start, const EvenCut& cut, bool all_even) : total(total), start(start) {
     if (all_even && total > 0 && total <= INT32_MAX) {
-      const uint32_t places = cut.Unit(static_cast<uint32_t>(total)), unit = places - static_cast<uint32_t>(start);
+      // In 32 bits: a chunk has no more places than the list.
+      const uint32_t start32 = static_cast<uint32_t>(start), all = static_cast<uint32_t>(total);
+      const uint32_t places = cut.Unit(all), unit = places - start32;
       const uint32_t unit_blocks = static_cast<uint32_t>(cut.unit_blocks);
-      chunk_blocks = static_cast<int>(unit < unit_blocks ? unit : unit_blocks);
+      const uint32_t block_units = static_cast<uint32_t>(cut.block_units);
+      const uint32_t of_chunk = unit < unit_blocks ? unit : unit_blocks, keys_of_chunk = places * block_units - start32;
+      const uint32_t share = unit < unit_blocks ? 1 : block_units > 1 ? keys_of_chunk : cut.Fraction(unit);
+      const uint32_t longer = keys_of_chunk - share * of_chunk;
+      const uint32_t keys = all - static_cast<uint32_t>(cut.units) * start32;
+      const uint32_t longest = block_units > 1 ? unit * block_units : share + (longer > 0 ? 1 : 0);
+      const uint32_t most = kMaxUneven, uneven = longest / 16 + 1 < most ? longest / 16 + 1 : most;
+      chunk_blocks = static_cast<int>(of_chunk);
       blocks = cut.chunks * chunk_blocks;
-      chunk = int64_t{places} * cut.block_units;
-      each = unit < unit_blocks ? 1 : cut.block_units > 1 ? chunk - start : cut.Fraction(unit);
-      left = static_cast<int>(chunk - start - each * chunk_blocks);
-      const int64_t keys = total - int64_t{cut.units} * start;
-      const int64_t longest = cut.block_units > 1 ? int64_t{unit} * cut.block_units : each + (left > 0 ? 1 : 0);
-      const int64_t uneven = longest / 16 + 1 < kMaxUneven ? longest / 16 + 1 : kMaxUneven;
-      if (unit < EvenCut::kMaxUnit && (longest - uneven) * grid <= keys) return;
+      chunk = places * block_units;
+      each = share;
+      left = static_cast<int>(longer);
+      if (unit < EvenCut::kMaxUnit && uint64_t{longest - uneven} * static_cast<uint32_t>(grid) <= keys) return;
     }
     this->start = 0;
     blocks = total < grid ? static_cast<int>(total) : grid;
@@ -93,6 +99,14 @@ struct WorkList {
                   : chunk_blocks == cut.unit_blocks ? static_cast<int>(cut.Fraction(static_cast<uint32_t>(block)))
                                                     : block / chunk_blocks;
     const int r = block - c * chunk_blocks;
+    if (total <= INT32_MAX) {  // places have 31 bits, and what is past the end of the last chunk 32
+      const uint32_t each32 = static_cast<uint32_t>(each), all = static_cast<uint32_t>(total);
+      const uint32_t keys = c * static_cast<uint32_t>(chunk) + start + r * each32 + (r < left ? r : left);
+      const uint32_t last = keys + each32 + (r < left ? 1 : 0);
+      *begin = r == 0 ? keys - start : keys;
+      *end = last < all ? last : all;
+      return;
+    }
     const int64_t keys = c * chunk + start + r * each + (r < left ? r : left), last = keys + each + (r < left ? 1 : 0);
     *begin = r == 0 ? keys - start : keys;
     *end = last < total ? last : total;
