@@ -182,6 +182,7 @@ void FuzzStep(Random& random) {
   }
 
   decode::CallFacts facts = {};
+  facts.appends = true;
   facts.max_keys = static_cast<int>(columns * cache.page_size);
   while (1 << facts.page_shift < cache.page_size) ++facts.page_shift;
   facts.plain =
@@ -202,7 +203,7 @@ void FuzzStep(Random& random) {
         for (threadIdx.x = 0; threadIdx.x < Traits::kThreads; ++threadIdx.x) {
           const decode::NewRows<Traits> rows(params, facts, view, blocks, b, head, begin, end);
           float s_row[Traits::kDim];
-          rows.Store(layer[b], s_row, nullptr);
+          rows.Store(layer[b], s_row, nullptr, false);
         }
         for (const auto& [place, marks] : append::g_stored) {
           for (const uint16_t mark : marks) {

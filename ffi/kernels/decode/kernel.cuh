@@ -96,25 +96,33 @@ __device__ __noinline__ void FillAnyRow(const PagedAttentionParams& params, cons
   FillTileRow<kRows>(params, view, head, first_row, rows, r, tile);
 }
 
-// What ViewAny finds in plain calls.
+// What ViewAny finds in plain calls: what is the same for all sequences, by one thread at the kernel's start, and the
+// rest.
+__device__ inline void StartPlainView(const PagedAttentionParams& params, SequenceView* view,
+                                      BlockList<kDecodeKeys>* list) {
+  const bool has_tree = params.score.tree_mask != nullptr;
+  view->rule = {params.score.is_causal && !has_tree, -1, -1};
+  view->runs[0] = {};
+  view->runs[kOwnRun].stride = 1;
+  view->runs[kOwnRun].first = 0;
+  view->has_tree = has_tree;
+  list->seen[0] = list->common[0] = {0, 0};
+  list->seen[kOwnRun].lo = list->common[kOwnRun].lo = 0;
+  list->first[0] = list->first[kOwnRun] = list->count[0] = 0;
+}
 __device__ inline void ViewPlain(const PagedAttentionParams& params, const Share& share, int keys, SequenceView* view,
                                  BlockList<kDecodeKeys>* list) {
-  const bool has_tree = params.score.tree_mask != nullptr, causal = params.score.is_causal && !has_tree;
-  const int64_t position = int64_t{share.kv_len} - share.q_len;
-  SequenceView found;
-  found.first_token = share.first_token;
-  found.q_len = share.q_len;
-  found.position = position;
-  found.rule = {causal, -1, -1};
-  found.runs[kOwnRun].count = keys;
-  found.has_tree = has_tree;
-  *view = found;
-  const int64_t common = causal ? position + 1 : has_tree ? position : keys;
-  BlockList<kDecodeKeys> blocks = {};
-  blocks.seen[kOwnRun].hi = keys;
-  blocks.common[kOwnRun].hi = static_cast<int>(Clamp(common, 0, keys));
-  blocks.count[kOwnRun] = BlocksOf(keys);
-  *list = blocks;
+  view->first_token = share.first_token;
+  view->q_len = share.q_len;
+  view->position = int64_t{share.kv_len} - share.q_len;
+  view->runs[kOwnRun].count = keys;
+  // Lengths below 0 have no keys.
+  const bool has_tree = params.score.tree_mask != nullptr;
+  const int before = max(share.kv_len, 0) - share.q_len;
+  const int common = has_tree ? before : params.score.is_causal ? before + 1 : keys;
+  list->seen[kOwnRun].hi = keys;
+  list->common[kOwnRun].hi = min(max(common, 0), keys);
+  list->count[kOwnRun] = BlocksOf(keys);
 }
 
 // Row r of the tile; r < kRows.
@@ -135,6 +143,24 @@ __device__ inline void FillRow(const PagedAttentionParams& params, const CallFac
   tile->segment[r] = 0;
 }
 
+// Places of so many units in the list.
+__device__ inline int64_t CostOf(int units, int places) {
+  return static_cast<int64_t>(static_cast<uint64_t>(static_cast<unsigned>(units)) * static_cast<unsigned>(places));
+}
+
+// The share of sequence b where the host knows how many units each has (CallFacts::units).
+template <class Traits>
+__device__ Share CountedShare(const CallFacts& facts, int b, int q_len, int units, int kv_len) {
+  Share share = {};
+  share.first_token = b * q_len;
+  share.q_len = q_len;
+  share.kv_len = kv_len;
+  share.blocks = max(BlocksOf(KeysOf(facts, kv_len)), 1);
+  share.units = units;
+  share.cost = CostOf(units, share.Places(Traits::kStart));
+  return share;
+}
+
 // The share of sequence b, which has these tokens and, in plain calls, this length.
 template <class Traits>
 __device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& facts, int b, int first_token, int q_len,
@@ -148,7 +174,7 @@ __device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& fa
   share.blocks = max(share.blocks, 1);
   constexpr int kRows = Traits::kRows;
   share.units = static_cast<int>(params.cache.num_kv_heads) * ((share.q_len * facts.group + kRows - 1) / kRows);
-  share.cost = int64_t{share.units} * share.Places(Traits::kStart);
+  share.cost = CostOf(share.units, share.Places(Traits::kStart));
   if (params.batch_invariant) {
     share.part_blocks =
         static_cast<int>(InvariantSplit(static_cast<int64_t>(share.blocks) * kDecodeKeys) / kDecodeKeys);
@@ -161,6 +187,7 @@ template <class Traits>
 __device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& facts, int b) {
   const Sequences& seqs = params.seqs;
   const int kv_len = facts.plain ? seqs.kv_lens[b] : 0;
+  if (facts.units > 0) return CountedShare<Traits>(facts, b, static_cast<int>(seqs.uniform_q_len), facts.units, kv_len);
   if (seqs.q_ranges == nullptr) {
     const int q_len = static_cast<int>(seqs.uniform_q_len);
     return ShareOf<Traits>(params, facts, b, b * q_len, q_len, kv_len);
@@ -169,6 +196,11 @@ __device__ Share ShareOf(const PagedAttentionParams& params, const CallFacts& fa
   const int begin = min(max(seqs.q_ranges[2 * static_cast<int64_t>(b)], 0), tokens);
   const int end = min(max(seqs.q_ranges[2 * static_cast<int64_t>(b) + 1], begin), tokens);
   return ShareOf<Traits>(params, facts, b, begin, end - begin, kv_len);
+}
+
+template <class Traits>
+__device__ bool HasFixedParts(const PagedAttentionParams& params, const CallFacts& facts) {
+  return !Traits::kMerges && facts.units == 0 && params.batch_invariant;
 }
 
 // From place `offset` of sequence b's share to the sequence that has the place, and where in its share. False: none
@@ -193,12 +225,13 @@ __device__ bool Seek(const PagedAttentionParams& params, const CallFacts& facts,
 template <class Traits>
 __device__ bool SeekPart(const PagedAttentionParams& params, const CallFacts& facts, int* b, Share* share,
                          int64_t* offset, int64_t* position, int64_t end, PartPlace* at) {
+  const bool fixed_parts = HasFixedParts<Traits>(params, facts);
   while (Seek<Traits>(params, facts, b, share, offset)) {
     const int places = share->Places(Traits::kStart);
     at->unit = static_cast<int>(Divide(*offset, places));
     const int place = static_cast<int>(*offset - int64_t{at->unit} * places) - Traits::kStart;  // < 0: in the start
     at->block = max(place, 0);
-    if (params.batch_invariant) {
+    if (fixed_parts) {
       at->block = (at->block + share->part_blocks - 1) / share->part_blocks * share->part_blocks;
     }
     const int skipped = min(at->block, share->blocks) - place;
@@ -206,12 +239,24 @@ __device__ bool SeekPart(const PagedAttentionParams& params, const CallFacts& fa
     *position += skipped;
     if (*position >= end) return false;
     if (at->block >= share->blocks) continue;
-    const int64_t most = params.batch_invariant ? int64_t{share->part_blocks} : end - *position;
+    const int64_t most = fixed_parts ? int64_t{share->part_blocks} : end - *position;
     at->count = static_cast<int>(min(int64_t{share->blocks} - at->block, most));
     return true;
   }
   return false;
 }
+
+// What a search begins with, loaded before all else: the lengths of the thread's first sequence and of the call's.
+struct FirstLengths {
+  int own = 0, call = 0;
+
+  __device__ FirstLengths(const PagedAttentionParams& params, const CallFacts& facts) {
+    const unsigned first = threadIdx.x * facts.each_thread;
+    if (facts.units == 0) return;
+    if (first < static_cast<unsigned>(params.seqs.batch)) own = params.seqs.kv_lens[first];
+    call = params.seqs.kv_lens[0];
+  }
+};
 
 // How a block finds its part of the list: each thread has a few sequences that follow each other, mostly one.
 template <class Traits>
@@ -224,31 +269,56 @@ struct ListSearch {
   int64_t total_slots = 0;  // fixed parts
   bool all_even = false;
 
-  __device__ ListSearch(const PagedAttentionParams& params, const CallFacts& facts) {
-    const int batch = static_cast<int>(params.seqs.batch);
-    const int each_thread = (batch + Traits::kBlockThreads - 1) / Traits::kBlockThreads;
-    const int first = threadIdx.x * each_thread;
-    b = first;
+  __device__ ListSearch(const PagedAttentionParams& params, const CallFacts& facts, const FirstLengths& lengths) {
+    const unsigned batch = static_cast<unsigned>(params.seqs.batch);
+    const unsigned first = threadIdx.x * facts.each_thread;
+    const int end = static_cast<int>(min(first + facts.each_thread, batch)), units = facts.units;
+    const bool fixed_parts = HasFixedParts<Traits>(params, facts);
+    b = static_cast<int>(first);
     bool same = true;
     int64_t slots = 0;
-    for (const int end = min(b + each_thread, batch); b < end; ++b) {
-      const int64_t before = share.cost;
-      share = ShareOf<Traits>(params, facts, b);
-      same = same && (b == first || share.cost == before);
-      cost += share.cost;
-      slots += share.Slots();
+    if (units > 0) {
+      const int q_len = static_cast<int>(params.seqs.uniform_q_len);
+      const Share even = CountedShare<Traits>(facts, 0, q_len, units, lengths.call);
+      if (b < end) {
+        int kv_len = lengths.own;
+#pragma unroll 1
+        while (true) {
+          share = CountedShare<Traits>(facts, b, q_len, units, kv_len);
+          same = same && share.blocks == even.blocks;
+          cost += share.cost;
+          if (++b == end) break;
+          kv_len = params.seqs.kv_lens[b];
+        }
+      }
+      if (facts.even.units > 0) all_even = __syncthreads_and(same);
+      if (all_even) {  // what comes before a thread's sequences is known without a sum
+        total = static_cast<uint64_t>(even.cost) * batch;
+        begin = static_cast<uint64_t>(even.cost) * first;
+        --b;
+        return;
+      }
+    } else {
+#pragma unroll 1
+      for (; b < end; ++b) {
+        const int64_t before = share.cost;
+        share = ShareOf<Traits>(params, facts, b);
+        same = same && (b == static_cast<int>(first) || share.cost == before);
+        cost += share.cost;
+        slots += share.Slots();
+      }
     }
-    const int count = b - first;
+    const bool has_any = b > static_cast<int>(first);
     --b;
     total = ScanOverThreads<Traits::kBlockThreads>(cost, &begin);
-    if (params.batch_invariant) {
+    if (fixed_parts) {
       int64_t first_slot = 0;
       __syncthreads();  // the scan before this one has been read
       total_slots = ScanOverThreads<Traits::kBlockThreads>(slots, &first_slot);
       share.first_slot = first_slot + slots - share.Slots();
     }
-    if (facts.even.units > 0) {
-      all_even = __syncthreads_and(count == 0 || (same && share.cost * batch == total));
+    if (facts.units == 0 && facts.even.units > 0) {
+      all_even = __syncthreads_and(!has_any || (same && share.cost * batch == total));
     }
   }
   __device__ bool Has(int64_t place) const { return place >= begin && place - begin < cost; }
@@ -262,8 +332,8 @@ struct alignas(16) ScheduledPart {
   int count;                       // of the block's places in the list
   int b, offset;                   // the first one's sequence, and where in its share it is
   int first_token, q_len, kv_len;  // of that sequence
-  // Of the last place's unit, if its keys begin in this block: blocks that have some of them. kMerges: in the low half; in the
-  // other, so many blocks before this one the first place's unit begins.
+  // Of the last place's unit, if its keys begin in this block: blocks that have some of them. kMerges: in the low half;
+  // in the other, so many blocks before this one the first place's unit begins.
   int parts;
 };
 static_assert(sizeof(ScheduledPart) == kScheduleInts * sizeof(int32_t) && kMaxDecodeBlocks < 1 << 15);
@@ -274,7 +344,7 @@ __global__ void __launch_bounds__(Traits::kBlockThreads)
     PlanDecode(const __grid_constant__ PagedAttentionParams params, const __grid_constant__ CallFacts call, int grid) {
   CallFacts facts = call;
   facts.plain = true;  // no other calls have a schedule: ViewAny is left out
-  const ListSearch<Traits> mine(params, facts);
+  const ListSearch<Traits> mine(params, facts, FirstLengths(params, facts));
   const WorkList list(mine.total, grid, Traits::kStart, facts.even, mine.all_even);
   const int block = static_cast<int>(blockIdx.x);
   ScheduledPart& part = reinterpret_cast<ScheduledPart*>(params.new_schedule)[block];
@@ -406,19 +476,26 @@ struct BlockWork {
 
 // By the whole block. `lone`: the thread that is to know a schedule's first part. Leaves last_parts, first_owner and,
 // without a schedule, the list. The block's arrivals have begun and no unit is open; or slots of this block that no
-// part will claim say so, those of other parts are set when their part is.
-template <class Traits, class Shared>
-__device__ BlockWork FindWork(const PagedAttentionParams& params, const CallFacts& facts, Shared& shared, int lone) {
-  const WorkspaceView workspace(params);
+// part will claim say so, those of other parts are set when their part is. meanwhile(): what does not depend on
+// lengths, while these are on their way.
+template <class Traits, class Shared, class Meanwhile>
+__device__ BlockWork FindWork(const PagedAttentionParams& params, const CallFacts& facts, Shared& shared, int lone,
+                              Meanwhile meanwhile) {
   const int block = static_cast<int>(blockIdx.x), batch = static_cast<int>(params.seqs.batch);
+  const FirstLengths lengths(params, facts);
+  ScheduledPart scheduled = {};
+  if (facts.schedule != nullptr) scheduled = reinterpret_cast<const ScheduledPart*>(facts.schedule)[block];
   // Which of the pages' names the block needs depends on lengths. The grid has them brought to L2 in the meantime,
   // those of a very large table in part.
   constexpr int kLine = 32;  // entries
-  const int64_t line = static_cast<int64_t>(block) * Traits::kBlockThreads + threadIdx.x;
-  if (line * kLine < batch * params.seqs.max_pages) Prefetch(params.seqs.page_table + line * kLine);
-  if (line * kLine < batch) Prefetch(params.seqs.layer + line * kLine);
-  ScheduledPart scheduled = {};
-  if (facts.schedule != nullptr) scheduled = reinterpret_cast<const ScheduledPart*>(facts.schedule)[block];
+  const int entry = (block * Traits::kBlockThreads + threadIdx.x) * kLine;
+  if (entry < facts.table_entries) Prefetch(params.seqs.page_table + entry);
+  if (entry < batch) Prefetch(params.seqs.layer + entry);
+  const WorkspaceView workspace(params);
+  if (!Traits::kMerges && threadIdx.x == Traits::kThreads - 1 && !params.batch_invariant) {
+    workspace.info[2 * blockIdx.x] = workspace.info[2 * blockIdx.x + 1] = SlotInfo{};
+  }
+  meanwhile();
   BlockWork work;
   if (scheduled.grid == static_cast<int>(gridDim.x)) {
     // Any contents name rows, keys and slots that exist, and come to an end: that of the last sequence.
@@ -427,10 +504,15 @@ __device__ BlockWork FindWork(const PagedAttentionParams& params, const CallFact
     work.end = work.b >= 0 && work.b < batch ? scheduled.count : 0;
     work.offset = max(scheduled.offset, 0);
     if (work.finds && work.position < work.end) {
-      const int tokens = static_cast<int>(params.seqs.num_tokens);
-      const int first_token = min(max(scheduled.first_token, 0), tokens);
-      const int q_len = min(max(scheduled.q_len, 0), tokens - first_token);
-      work.share = ShareOf<Traits>(params, facts, work.b, first_token, q_len, scheduled.kv_len);
+      if (facts.units > 0) {
+        const int q_len = static_cast<int>(params.seqs.uniform_q_len);
+        work.share = CountedShare<Traits>(facts, work.b, q_len, facts.units, scheduled.kv_len);
+      } else {
+        const int tokens = static_cast<int>(params.seqs.num_tokens);
+        const int first_token = min(max(scheduled.first_token, 0), tokens);
+        const int q_len = min(max(scheduled.q_len, 0), tokens - first_token);
+        work.share = ShareOf<Traits>(params, facts, work.b, first_token, q_len, scheduled.kv_len);
+      }
     }
     if (work.finds) {
       const int parts = Traits::kMerges ? scheduled.parts & 0xffff : scheduled.parts;
@@ -438,9 +520,11 @@ __device__ BlockWork FindWork(const PagedAttentionParams& params, const CallFact
       if constexpr (Traits::kMerges) shared.open.first_owner = block - min(max(scheduled.parts >> 16, 0), block);
     }
   } else {
-    const ListSearch<Traits> mine(params, facts);
+    const ListSearch<Traits> mine(params, facts, lengths);
     const WorkList list(mine.total, static_cast<int>(gridDim.x), Traits::kStart, facts.even, mine.all_even);
-    if (threadIdx.x == 0) {
+    if (block < list.blocks) list.Range(block, facts.even, &work.position, &work.end);
+    // By a thread that mostly has no sequence: who finds the first part has more to do.
+    if (threadIdx.x == Traits::kThreads - 1) {
       shared.list = list;
       shared.last_parts = 0;
       if constexpr (Traits::kMerges) shared.open.first_owner = -1;
@@ -448,7 +532,6 @@ __device__ BlockWork FindWork(const PagedAttentionParams& params, const CallFact
         *workspace.slots_in_use = params.batch_invariant ? mine.total_slots : 2 * static_cast<int64_t>(gridDim.x);
       }
     }
-    if (block < list.blocks) list.Range(block, facts.even, &work.position, &work.end);
     // The first part's sequence is found by the thread that has it.
     work.finds = mine.Has(work.position);
     work.share = mine.share;
@@ -456,12 +539,10 @@ __device__ BlockWork FindWork(const PagedAttentionParams& params, const CallFact
     work.offset = mine.Offset(work.position);
   }
   if constexpr (Traits::kMerges) {
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == Traits::kThreads - 1) {
       StoreWord(workspace.Arrivals(block), work.position < work.end ? ArrivalWord::kBegun : 0);
       shared.open.unit[0].state = shared.open.unit[1].state = OpenUnit::kNone;
     }
-  } else if (threadIdx.x == 0 && !params.batch_invariant) {
-    workspace.info[2 * blockIdx.x] = workspace.info[2 * blockIdx.x + 1] = SlotInfo{};
   }
   return work;
 }
@@ -484,11 +565,9 @@ class PartQuery {
         first_row_(first_row),
         rows_(rows),
         one_token_(share.q_len == 1),
-        turns_pair_(one_token_ && threadIdx.x < params.prologue.rope.dim / 2),
+        turns_pair_(facts.turns && one_token_ && threadIdx.x < params.prologue.rope.dim / 2),
         chunks_(params, facts.group, share.first_token, head, first_row, rows, one_token_),
-        rope_step_(turns_pair_ && params.prologue.rope.turns != nullptr
-                       ? RopeStep(params.prologue.rope.turns, threadIdx.x)
-                       : 0),
+        rope_step_(facts.by_table && turns_pair_ ? RopeStep(params.prologue.rope.turns, threadIdx.x) : 0),
         new_rows_(params, facts, view, blocks, b, head, first_block, end_block) {}
 
   // Leaves the tile's rows in place, and the query for TakeQuery(). sync(): a barrier of the kThreads threads that call
@@ -496,21 +575,23 @@ class PartQuery {
   template <class Shared, class Sync, class Stored>
   __device__ void Put(Shared& shared, int32_t layer, Sync sync, Stored stored) const {
     constexpr int kRows = Traits::kRows, kDim = Traits::kDim, kThreads = Traits::kThreads;
+    // Opaque: else what does not depend on the part is worked out at the kernel's start, before its first loads.
+    const int thread = static_cast<int>(Opaque(threadIdx.x)), rows = static_cast<int>(Opaque(rows_));
     // Instructions of several warps arrive at the same time: each has work of its own, as far as it goes.
-    const int r = kThreads - 1 - threadIdx.x;
-    if (r < kRows) FillRow<kRows>(params_, facts_, view_, head_, first_row_, rows_, r, &shared.rows);
+    const int r = kThreads - 1 - thread;
+    if (r < kRows) FillRow<kRows>(params_, facts_, view_, head_, first_row_, rows, r, &shared.rows);
     const RopeParams& rope = params_.prologue.rope;
     // The turns of a sequence's only token are for all rows of the query, and its key: a pair a thread.
     if (turns_pair_) {
-      const int j = threadIdx.x;
+      const int j = thread;
       const int64_t token = first_token_, at = view_.position;
       shared.turns()[j] = rope.turns != nullptr
                               ? RopeTurn(rope, RopeAngle(rope_step_, RopePosition(rope, j, token, at)))
                               : AnyTurn(rope, b_, j, token, at);
     }
-    chunks_.Put(shared.query());
+    chunks_.Put(shared.query(), thread);
     sync();
-    new_rows_.Store(layer, shared.new_row(), one_token_ && facts_.same_rope ? shared.turns() : nullptr);
+    new_rows_.Store(layer, shared.new_row(), shared.turns(), one_token_ && facts_.same_rope);
     stored();
     if (PrologueOf(params_) != nullptr) {
       const auto element = [&](int r, int d) -> E& {
@@ -522,16 +603,16 @@ class PartQuery {
       // The other two warps have a token's K and V.
       if (params_.append.key != nullptr && one_token_) {
         constexpr int kFirst = kThreads / 2;
-        if (threadIdx.x < kFirst) {
-          ApplyPrologue<E, kDim, kFirst>(params_.prologue, shared.rows, 0, rows_, threadIdx.x, element, turn);
+        if (thread < kFirst) {
+          ApplyPrologue<E, kDim, kFirst>(params_.prologue, shared.rows, 0, rows, thread, element, turn);
         }
       } else {
-        ApplyPrologue<E, kDim, kThreads>(params_.prologue, shared.rows, 0, rows_, threadIdx.x, element, turn);
+        ApplyPrologue<E, kDim, kThreads>(params_.prologue, shared.rows, 0, rows, thread, element, turn);
       }
       sync();
     }
     if constexpr (Traits::kQuantised) {
-      MakeCodeQuery<Traits>(shared.query(), shared.code_query, rows_);
+      MakeCodeQuery<Traits>(shared.query(), shared.code_query, rows);
       sync();
     }
   }
@@ -570,7 +651,7 @@ __device__ void WritePart(const PagedAttentionParams& params, const Shared& shar
                           int first_row, int rows, int first_block, int num_blocks, int64_t position, RowAt row_at) {
   constexpr int kRows = Traits::kRows, kDim = Traits::kDim;
   const WorkspaceView workspace(params);
-  const bool whole = num_blocks == share.blocks, fixed_parts = params.batch_invariant;
+  const bool whole = num_blocks == share.blocks, fixed_parts = !Traits::kMerges && params.batch_invariant;
   int64_t slot = 2 * static_cast<int64_t>(blockIdx.x) + (first_block == 0 ? 1 : 0);
   if (fixed_parts) {
     const int64_t unit = int64_t{first_row / kRows} * params.cache.num_kv_heads + head;  // of the sequence's
@@ -758,22 +839,32 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
   SharedSm80<Traits>& shared = *reinterpret_cast<SharedSm80<Traits>*>(s_bytes);
   LaunchDependents();  // the merge, where it is a kernel: its blocks wait for this grid's end where there is room
   const int heads = static_cast<int>(params.cache.num_kv_heads), group = facts.group;
-  const bool fixed_parts = !Traits::kMerges && params.batch_invariant;
+
+  const auto start_view = [&] {
+    if (facts.plain && threadIdx.x == kThreads / 2) StartPlainView(params, &shared.view, &shared.blocks);
+  };
 
   // A cluster knows its unit. Else a schedule knows the block's part of the list, or the block finds it.
   const bool clustered = !Traits::kMerges && facts.cluster_shift >= 0;
   BlockWork work;
   bool moves = true;
   if (clustered) {
+    const FirstLengths lengths(params, facts);
     // Which pages it is depends on the length; where they are named does not.
     constexpr int kLine = 32;  // entries
-    if (threadIdx.x * kLine < params.seqs.max_pages) Prefetch(params.seqs.page_table + threadIdx.x * kLine);
+    const int entry = threadIdx.x * kLine;
+    if (entry < facts.table_entries) Prefetch(params.seqs.page_table + entry);
     if (threadIdx.x == kThreads - 1) Prefetch(params.seqs.layer);
+    start_view();
     work.finds = threadIdx.x == 0;
-    if (work.finds) work.share = ShareOf<Traits>(params, facts, 0);
+    if (work.finds) {
+      work.share = facts.units > 0 ? CountedShare<Traits>(facts, 0, static_cast<int>(params.seqs.uniform_q_len),
+                                                          facts.units, lengths.call)
+                                   : ShareOf<Traits>(params, facts, 0);
+    }
     work.end = 1;
   } else {
-    work = FindWork<Traits>(params, facts, shared, 0);
+    work = FindWork<Traits>(params, facts, shared, 0, start_view);
   }
   auto& [position, end, finds, b, share, offset] = work;
 
@@ -817,18 +908,18 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kBlocks)
       first_block = shared.at.block;
       num_blocks = shared.at.count;
     }
-    const int tile = unit < heads ? 0 : unit / heads, head = unit - tile * heads, first_row = tile * kRows;
-    const int rows = min(share.q_len * group - first_row, kRows);
-
     // A sequence without a key to see has one block in the list and none here.
     const int keyed = shared.blocks.total() == 0 ? 0 : num_blocks;
-    MainloopSm80<Traits> mainloop(params, facts, shared, b, head, first_block, keyed,
-                                  share.q_len > 1 || shared.view.has_tree);
-    mainloop.LookUp(0);
+    const FirstEntries entries(params, facts, shared.blocks, b, share.kv_len, first_block, keyed);
+    const int tile = unit < heads ? 0 : unit / heads, head = unit - tile * heads, first_row = tile * kRows;
+    const int rows = min(share.q_len * group - first_row, kRows);
     const PartQuery<Traits> query(params, facts, shared.view, shared.blocks, share, b, head, first_row, rows,
                                   first_block, first_block + num_blocks);
+    MainloopSm80<Traits> mainloop(params, facts, shared, entries, b, head, first_block, keyed,
+                                  share.q_len > 1 || shared.view.has_tree);
     mainloop.Run(FirstNewBlock(params, facts, shared.view, shared.blocks) - first_block, [&] {
-      query.Put(shared, mainloop.layer, [] { __syncthreads(); }, [] {});
+      // Opaque: else 64 bits are made of it as soon as it is asked for, and the first loads wait.
+      query.Put(shared, static_cast<int32_t>(Opaque(mainloop.layer)), [] { __syncthreads(); }, [] {});
       mainloop.TakeQuery();
       __syncthreads();  // the rings take the query's place, and the new rows are in the cache
     });

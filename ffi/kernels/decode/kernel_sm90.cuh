@@ -50,18 +50,25 @@ __global__ void __launch_bounds__(Traits::kBlockThreads, Traits::kBlocks)
   using Shared = SharedOfSm90<Traits>;
   Shared& shared = *reinterpret_cast<Shared*>(s_ring_bytes);
   LaunchDependents();  // the merge
-  if (threadIdx.x == kThreads) {
-    for (int i = 0; i < Traits::kSteps; ++i) {
-      InitBarrier(&shared.full[i], 1 + kWarp);  // lane 0 says what is mapped; all lanes' copies
-      InitBarrier(&shared.empty[i], kWarps);
+  auto [position, end, finds, b, share, offset] = FindWork<Traits>(params, facts, shared, kThreads, [&] {
+    if (threadIdx.x == kThreads) {
+      for (int i = 0; i < Traits::kSteps; ++i) {
+        InitBarrier(&shared.full[i], 1 + kWarp);  // lane 0 says what is mapped; all lanes' copies
+        InitBarrier(&shared.empty[i], kWarps);
+      }
+      for (int i = 0; i < kParts; ++i) {
+        InitBarrier(&shared.found[i], 1);
+        InitBarrier(&shared.done[i], kWarps);
+      }
+      InitBarrier(&shared.stored, kThreads);
     }
-    for (int i = 0; i < kParts; ++i) {
-      InitBarrier(&shared.found[i], 1);
-      InitBarrier(&shared.done[i], kWarps);
+    // By the last warps: who finds the first part is mostly in another.
+    static_assert(kParts <= kWarps);
+    const int i = static_cast<int>(kThreads - 1 - threadIdx.x) / kWarp;
+    if (facts.plain && threadIdx.x < kThreads && threadIdx.x % kWarp == 0 && i < kParts) {
+      StartPlainView(params, &shared.parts[i].view, &shared.parts[i].blocks);
     }
-    InitBarrier(&shared.stored, kThreads);
-  }
-  auto [position, end, finds, b, share, offset] = FindWork<Traits>(params, facts, shared, kThreads);
+  });
   if (finds && position < end) {
     FindPart<Traits>(params, facts, &b, &share, &offset, position, end, &shared.parts[0]);
   }

@@ -21,7 +21,8 @@ inline bool SameRope(const RopeParams& a, const RopeParams& b) {
   return all(a) == all(b);
 }
 
-inline CallFacts FactsOf(const PagedAttentionParams& params) {
+template <class Traits>
+CallFacts FactsOf(const PagedAttentionParams& params) {
   constexpr int64_t kIds = int64_t{INT_MAX} + 1;
   const KvCache& cache = params.cache;
   const Sequences& seqs = params.seqs;
@@ -35,6 +36,15 @@ inline CallFacts FactsOf(const PagedAttentionParams& params) {
   facts.cluster_shift = -1;
   facts.plain =
       seqs.prefix_len == nullptr && seqs.cp_rank == nullptr && seqs.cp_size == 1 && params.score.window == nullptr;
+  const int64_t q_len = seqs.q_ranges == nullptr ? seqs.uniform_q_len : 0;
+  if (facts.plain && !params.batch_invariant && q_len > 0 && q_len <= facts.decode_q_len) {
+    facts.units = static_cast<int>(cache.num_kv_heads * ((q_len * facts.group + Traits::kRows - 1) / Traits::kRows));
+  }
+  facts.each_thread = static_cast<int>((seqs.batch + Traits::kBlockThreads - 1) / Traits::kBlockThreads);
+  facts.table_entries = static_cast<int>(std::min<int64_t>(seqs.batch * seqs.max_pages, INT_MAX));
+  facts.turns = params.prologue.rope.dim > 0;
+  facts.by_table = facts.turns && params.prologue.rope.turns != nullptr;
+  facts.appends = params.append.key != nullptr;
   facts.same_rope = SameRope(params.prologue.rope, params.append.rope);
   return facts;
 }
@@ -132,7 +142,7 @@ cudaError_t LaunchTile(const PagedAttentionParams& params, cudaStream_t stream) 
   error = cudaFuncGetAttributes(&code, kernel);
   if (error != cudaSuccess) return error;
   const bool hopper = major == 9 && code.ptxVersion >= 90;
-  CallFacts facts = FactsOf(params);
+  CallFacts facts = FactsOf<Traits>(params);
   if (params.plan.decode_cluster > 0 && hopper) {
     const int cluster = params.plan.decode_cluster;
     cudaLaunchAttribute of_cluster;

@@ -18,7 +18,7 @@ cudaError_t LaunchTileSm90(const PagedAttentionParams& params, cudaStream_t stre
   Grid grid = {};
   const cudaError_t error = GridOf<Traits>(params, &DecodeSm90<Traits>, kBytes, &grid);
   if (error != cudaSuccess) return error;
-  return LaunchList<Traits>(params, FactsOf(params), &DecodeSm90<Traits>, kBytes, grid, true, stream);
+  return LaunchList<Traits>(params, FactsOf<Traits>(params), &DecodeSm90<Traits>, kBytes, grid, true, stream);
 }
 
 namespace sm90 {

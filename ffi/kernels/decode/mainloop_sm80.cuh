@@ -130,6 +130,35 @@ struct SharedSm80 {
   }
 };
 
+// What a part's first loads wait for: its sequence's layer, and what the page table has for the first steps. Before all
+// else that a part begins with, which is worked out while these are on their way.
+struct FirstEntries {
+  int32_t layer;
+  const int32_t* own_pages;
+  int32_t entry = 0;  // see MainloopSm80::LookUp
+  bool present = false;
+
+  __device__ FirstEntries(const PagedAttentionParams& params, const CallFacts& facts,
+                          const BlockList<kDecodeKeys>& blocks, int b, int kv_len, int first_block, int num_blocks) {
+    const unsigned lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+    layer = params.seqs.layer[static_cast<unsigned>(b)];
+    own_pages = params.seqs.page_table +
+                static_cast<uint64_t>(static_cast<unsigned>(b)) * static_cast<unsigned>(params.seqs.max_pages);
+    if (lane / 2 >= num_blocks) return;
+    const int block = first_block + static_cast<int>(lane / 2);
+    const int of_block = static_cast<int>(warp * kWarpKeys + lane % 2 * 8);
+    if (facts.plain) {
+      const int j = block * kDecodeKeys + of_block;
+      present = j < kv_len && j < facts.max_keys;
+      if (present) entry = own_pages[j >> facts.page_shift];
+    } else {
+      const int run = blocks.RunOf(block), j = blocks.FirstKey(block) + of_block;
+      present = blocks.seen[run].Meets(j, 8);
+      if (present) entry = (run == kOwnRun ? own_pages : params.seqs.prefix_pages)[j >> facts.page_shift];
+    }
+  }
+};
+
 template <class Traits>
 struct MainloopSm80 : WarpProducts<Traits> {
   using Base = WarpProducts<Traits>;
@@ -157,15 +186,16 @@ struct MainloopSm80 : WarpProducts<Traits> {
   // ldmatrix: chunk 0 or 1 of a row of K and of V in the first step. Two chunks on is at ^ 32.
   uint32_t key_fragment, value_fragment;
 
-  int32_t layer;
-  const int32_t* own_pages;
-  int32_t next_entry = 0;
-  bool next_present = false;
+  const int32_t layer;
+  const int32_t* const own_pages;
+  int32_t next_entry;
+  bool next_present;
   int group = kNoGroup;
   uint32_t mapped = 0;  // two bits a step, one a group: of the step that is multiplied, the next, ... the last loaded
 
-  __device__ MainloopSm80(const PagedAttentionParams& params, const CallFacts& facts, SharedSm80<Traits>& shared, int b,
-                          int head, int first_block, int num_blocks, bool rows_differ)
+  __device__ MainloopSm80(const PagedAttentionParams& params, const CallFacts& facts, SharedSm80<Traits>& shared,
+                          const FirstEntries& entries, int b, int head, int first_block, int num_blocks,
+                          bool rows_differ)
       : Base(params, shared, b, head),
         ring(shared.rings[threadIdx.x / 32]),
         view(shared.view),
@@ -174,9 +204,11 @@ struct MainloopSm80 : WarpProducts<Traits> {
         head(head),
         first_block(first_block),
         num_blocks(num_blocks),
-        rows_differ(rows_differ) {
-    layer = params.seqs.layer[b];
-    own_pages = params.seqs.page_table + static_cast<int64_t>(b) * static_cast<int>(params.seqs.max_pages);
+        rows_differ(rows_differ),
+        layer(entries.layer),
+        own_pages(entries.own_pages),
+        next_entry(entries.entry),
+        next_present(entries.present) {
     // Step s, if it is of the own run, has the warp's keys number kWarps * (first + s) + warp, in units of kWarpKeys.
     const RunRange common = blocks.common[kOwnRun];
     const int first = blocks.first[kOwnRun] + first_block - blocks.count[0];
@@ -217,13 +249,13 @@ struct MainloopSm80 : WarpProducts<Traits> {
   __device__ void Load(int step) {
     mapped >>= 2;
     if (step < num_blocks) {
-      if (step % kLookUp == 0) {
+      if (static_cast<unsigned>(step) % kLookUp == 0) {
         group = next_present
                     ? GroupOfPage(params, facts, layer, next_entry, head, FirstKey(step + lane / 2) + lane % 2 * 8)
                     : kNoGroup;
         LookUp(step + kLookUp);
       }
-      const int local = step % kLookUp * 2;
+      const int local = static_cast<unsigned>(step) % kLookUp * 2;
       const int groups[2] = {__shfl_sync(~0u, group, local), __shfl_sync(~0u, group, local + 1)};
       if (groups[0] != kNoGroup) mapped |= 1u << (2 * kSteps - 2);
       if (groups[1] != kNoGroup) mapped |= 1u << (2 * kSteps - 1);
@@ -271,7 +303,7 @@ struct MainloopSm80 : WarpProducts<Traits> {
     }
   }
 
-  // After LookUp(0). take_query() leaves the query in place by TakeQuery(), and what is loaded from step `new_step` on
+  // take_query() leaves the query in place by TakeQuery(), and what is loaded from step `new_step` on
   // in memory: once, with a ring full of loads on their way, or those of the steps before new_step. The first loads and
   // those of the loop are one piece of code: it takes longer to arrive than to run.
   template <class TakeQuery>

@@ -89,6 +89,10 @@ struct CopierSm90 {
   // What the table has for the lane's group of block `block` of the part; -1: no row sees it.
   __device__ int32_t Entry(const Part& part, const int32_t* own_pages, int block) const {
     if (block >= part.Keyed()) return -1;
+    if (facts.plain) {
+      const int j = (part.first_block + block) * kDecodeKeys + lane % kGroups * 8;
+      return j < part.blocks.seen[kOwnRun].hi ? own_pages[j >> facts.page_shift] : -1;
+    }
     const int run = part.blocks.RunOf(part.first_block + block);
     const int j = part.blocks.FirstKey(part.first_block + block) + lane % kGroups * 8;
     if (!part.blocks.seen[run].Meets(j, 8)) return -1;
@@ -97,8 +101,9 @@ struct CopierSm90 {
 
   // Then leaves out places for the warps' outputs.
   __device__ void CopyPart(const Part& part) {
-    const int32_t layer = params.seqs.layer[part.b];
-    const int32_t* own_pages = params.seqs.page_table + int64_t{part.b} * static_cast<int>(params.seqs.max_pages);
+    const unsigned b = part.b;
+    const int32_t layer = params.seqs.layer[b];
+    const int32_t* own_pages = params.seqs.page_table + uint64_t{b} * static_cast<unsigned>(params.seqs.max_pages);
     const int num_blocks = part.Keyed();
     bool waits = params.append.key != nullptr;  // for the part's new rows: every part has a phase
     int32_t entry = Entry(part, own_pages, lane / kGroups);

@@ -52,7 +52,7 @@ __device__ __noinline__ inline int BlockOfAny(const PagedAttentionParams& params
 // The first block of the list that may have a new row among its keys.
 __device__ inline int FirstNewBlock(const PagedAttentionParams& params, const CallFacts& facts,
                                     const SequenceView& view, const BlockList<kDecodeKeys>& blocks) {
-  if (params.append.key == nullptr) return INT_MAX;
+  if (!facts.appends) return INT_MAX;
   if (facts.plain) return max(static_cast<int>(view.position), 0) / kDecodeKeys;
   return BlockOfAny(params, blocks, view.position - FirstPosition(params.seqs));
 }
@@ -74,14 +74,14 @@ class NewRows {
         end_block_(end_block),
         first_(Load(FirstItem())) {}
 
-  // layer: the sequence's. s_row: kDim floats of the warp's own. turns: of the pairs of the only token, or null. The
-  // block may read the stored rows after its next barrier.
-  __device__ void Store(int32_t layer, float* s_row, const SinCos* turns) const {
+  // layer: the sequence's. s_row: kDim floats of the warp's own. turns: of the pairs of the only token, if has_turns.
+  // The block may read the stored rows after its next barrier.
+  __device__ void Store(int32_t layer, float* s_row, const SinCos* turns, bool has_turns) const {
     Row row = first_;
 #pragma unroll 1
     for (int item = FirstItem(); item < Items(); item += kWarps) {
       const Row next = Load(item + kWarps);
-      if (row.slot >= 0) Store(item, row, layer, s_row, turns);
+      if (row.slot >= 0) Store(item, row, layer, s_row, turns, has_turns);
       row = next;
     }
   }
@@ -96,7 +96,7 @@ class NewRows {
   };
 
   // Items: K and V of the sequence's first token, of its second, ... The first warps are busy with the query.
-  __device__ int Items() const { return params_.append.key != nullptr ? 2 * static_cast<int>(view_.q_len) : 0; }
+  __device__ int Items() const { return facts_.appends ? 2 * static_cast<int>(view_.q_len) : 0; }
   __device__ static int FirstItem() { return (threadIdx.x / kWarp + kWarps / 2) % kWarps; }
 
   // Of token i, from the sequence's own first one.
@@ -123,7 +123,7 @@ class NewRows {
 
   __device__ Row Load(int item) const {
     Row found;
-    if (item >= Items()) return found;
+    if (!facts_.appends || item >= Items()) return found;
     const AppendParams& append = params_.append;
     const int i = item / 2;
     const int64_t position = Position(i);
@@ -137,14 +137,15 @@ class NewRows {
     return found;
   }
 
-  __device__ void Store(int item, const Row& row, int32_t layer, float* s_row, const SinCos* turns) const {
+  __device__ void Store(int item, const Row& row, int32_t layer, float* s_row, const SinCos* turns,
+                        bool has_turns) const {
     const AppendParams& append = params_.append;
     const int64_t page = PageOf(params_.cache, layer, row.page);
     if (page == kUnmapped) return;
     if (facts_.schedule != nullptr && !IsOfThisCall()) return;
     const int i = item / 2;
     const auto turn = [&](int j) {
-      return turns != nullptr ? turns[j] : AnyTurn(append.rope, b_, j, view_.first_token + i, view_.position + i);
+      return has_turns ? turns[j] : AnyTurn(append.rope, b_, j, view_.first_token + i, view_.position + i);
     };
     const int64_t to = CacheRow(params_.cache, page, head_, row.slot);
     append::StoreWarpRow<Traits, kDim>(append, item % 2 == 0, to, layer, head_, row.source, turn, s_row);

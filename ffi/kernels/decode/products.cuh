@@ -60,23 +60,25 @@ class QueryChunks {
  public:
   __device__ QueryChunks(const PagedAttentionParams& params, int group, int first_token, int head, int first_row,
                          int rows, bool one_token) {
-    const int heads = static_cast<int>(params.num_heads);
+    const unsigned heads = static_cast<unsigned>(params.num_heads);
 #pragma unroll
     for (int k = 0; k < kPerThread; ++k) {
-      const int item = threadIdx.x + k * Traits::kThreads, r = item / kChunks;
+      const unsigned item = threadIdx.x + k * Traits::kThreads;
+      const int r = static_cast<int>(item / kChunks);
       x_[k] = {0, 0, 0, 0};
       if (r >= rows) continue;
       const int i = one_token ? 0 : (first_row + r) / group;
-      const int64_t row = static_cast<int64_t>(first_token + i) * heads + (head * group + first_row + r - i * group);
+      const unsigned of_token = head * group + first_row + r - i * group;
+      const uint64_t row = static_cast<uint64_t>(static_cast<unsigned>(first_token + i)) * heads + of_token;
       x_[k] = static_cast<const uint4*>(params.query)[row * kChunks + item % kChunks];
     }
   }
 
-  // Rows past the last are zeros. A barrier before use.
-  __device__ void Put(typename Traits::E* s_query) const {
+  // By thread `thread`. Rows past the last are zeros. A barrier before use.
+  __device__ void Put(typename Traits::E* s_query, unsigned thread) const {
 #pragma unroll
     for (int k = 0; k < kPerThread; ++k) {
-      const int item = threadIdx.x + k * Traits::kThreads;
+      const unsigned item = thread + k * Traits::kThreads;
       if (kItems % Traits::kThreads != 0 && item >= kItems) break;
       reinterpret_cast<uint4*>(s_query)[SwizzledChunk<kChunks>(item / kChunks, item % kChunks)] = x_[k];
     }

@@ -18,10 +18,16 @@ struct CallFacts {
   int page_shift;          // P = 2^page_shift
   unsigned layers, pages;  // L and N, as far as an int32 can name them
   int cluster_shift;       // a cluster of 2^cluster_shift blocks has a unit to itself; -1: the blocks share a list
+  int units;               // of each sequence, in plain calls that are not batch-invariant and whose sequences have as
+                           // many tokens, few enough for decode; 0: in others
+  int each_thread;         // sequences that a thread of a block looks at, in the list's kernels
+  int table_entries;       // B * M, as far as 31 bits hold it
   EvenCut even;
   const int32_t* schedule;  // null: each block finds its part of the list itself
   bool plain;               // the keys are [0, kv_len), and nothing but causality and a tree hides any
   bool same_rope;           // of the query and of new keys
+  bool turns, by_table;     // of the query; its turns are given by RopeParams::turns
+  bool appends;             // the step's keys and values
 };
 
 // kRowTile: (token, head of the group) rows of a unit, 8 or 16: the columns of n8 tiles.
