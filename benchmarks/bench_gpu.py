@@ -166,7 +166,8 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a kind of rows, or a word in their names")
     parser.add_argument("--peers", default="", help="names, separated by commas: `cuda,cudnn dense`; default all")
     parser.add_argument("--rounds", type=int, default=1, help="readings of each row, of which the middle one counts")
-    parser.add_argument("--limit", type=float, default=float(os.environ.get("LIMIT") or "inf"), help="seconds")
+    limit = "seconds for all; rows that it leaves out are listed; by default the environment's LIMIT, if it is set"
+    parser.add_argument("--limit", type=float, default=float(os.environ.get("LIMIT") or "inf"), help=limit)
     args = parser.parse_args()
     end = time.monotonic() + args.limit
     wanted = set(filter(None, map(str.strip, args.peers.split(","))))
