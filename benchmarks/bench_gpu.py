@@ -1,15 +1,12 @@
 """The CUDA kernels on this host's GPU beside their peers: decode, prefill, chunked prefill and mixed batches, append.
 
-    python benchmarks/bench_gpu.py [--quick] [--only KIND or WORD] [--peers NAME,...] [--rounds N] [--limit SECONDS]
+    python benchmarks/bench_gpu.py [--quick] [--only KIND or WORD] [--peers NAME,...] [--limit SECONDS]
 
 Prints a table of times (Times, in timing.py) with each one's ratio to the best JAX-callable peer of the same run, with
 the dispatch (`x us`) and on the device, to its best outside reference (FlashAttention-2 in PyTorch, FlashInfer: JAX
 cannot call them) and, for what is bound by bytes, to the read stream (decode) or the copy (append) measured in it.
 Rates and ratios are of the time on the device, where the profiler shows it. Writes the same to
 benchmarks/results/<date>_<card>_<what>.json, and into the folder $OUT. A peer that is missing says why.
-
-A card's clock follows its power: readings of long calls move by 4 %. With --rounds the peers of a case are read in
-turn, so many times, and the middle reading counts.
 """
 
 from __future__ import annotations
@@ -165,7 +162,6 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few rows, without the time of a single dispatched call")
     parser.add_argument("--only", default="", help="a kind of rows, or a word in their names")
     parser.add_argument("--peers", default="", help="names, separated by commas: `cuda,cudnn dense`; default all")
-    parser.add_argument("--rounds", type=int, default=1, help="readings of each row, of which the middle one counts")
     limit = "seconds for all; rows that it leaves out are listed; by default the environment's LIMIT, if it is set"
     parser.add_argument("--limit", type=float, default=float(os.environ.get("LIMIT") or "inf"), help=limit)
     args = parser.parse_args()
@@ -182,8 +178,7 @@ def main() -> int:
     if not cases:
         print(f"no row has {args.only!r} in its name")
         return 5
-    seconds = min(300.0, args.limit / 3)
-    outside = outside_rows(cases, wanted, args.quick, args.rounds, seconds)  # before jax holds memory
+    outside = outside_rows(cases, wanted, args.quick, min(300.0, args.limit / 3))  # before jax holds memory
     record = timing.facts()
     print(f"{record['card']}, driver {record['driver']}, jax {record['jax']}, commit {record['commit']}")
     ceiling = ceilings()
@@ -193,7 +188,7 @@ def main() -> int:
         if time.monotonic() > end:
             left_out.append(case.name)
             continue
-        rows += measure_case(case, wanted, args.quick, args.rounds)
+        rows += measure_case(case, wanted, quick=args.quick)
         for row in outside.get(case, ()):
             rows.append(row)
             print_row(row)
@@ -209,39 +204,26 @@ def main() -> int:
     return 1 if any("failed" in row and row["peer"] in OWN for row in rows) else 0
 
 
-def measure_case(case, wanted: set[str], quick: bool, rounds: int) -> list[dict]:
+def measure_case(case, wanted: set[str], quick: bool) -> list[dict]:
     """Rows of all peers of a case; the arrays of the case die with the call."""
     if peers.memory(case) > MEMORY_SHARE * memory_limit():
         row = dict(kind=case.kind, case=case.name, peer="cuda", absent=f"it needs {peers.memory(case) / 1e9:.0f} GB")
         print_row(row)
         return [row]
     calls = 16 if case.kind == "decode" else 12
-    readings: dict[str, list[dict]] = {}
-    for _ in range(rounds):
-        for peer, make in peers.works(case):
-            if wanted and peer not in wanted:
-                continue
-            if quick and peer in ("fa3 4 splits", "xla"):
-                continue
-            # Plain jnp is slow to run and to compile: a short chain times it as well.
-            row = measure(case, peer, make, 4 if peer == "xla" else calls, single=not quick)
-            readings.setdefault(peer, []).append(row)
-    rows = [middle(of_peer) for of_peer in readings.values()]
-    for row in rows:
-        print_row(row)
+    rows = []
+    for peer, make in peers.works(case):
+        if wanted and peer not in wanted:
+            continue
+        if quick and peer in ("fa3 4 splits", "xla"):
+            continue
+        # Plain jnp is slow to run and to compile: a short chain times it as well.
+        rows.append(measure(case, peer, make, 4 if peer == "xla" else calls, single=not quick))
+        print_row(rows[-1])
     return rows
 
 
-def middle(readings: list[dict]) -> dict:
-    """The reading in the middle, with the times of all; one without a time if there is any."""
-    for row in readings:
-        if "us" not in row:
-            return row
-    times = [row["device_us"] or row["us"] for row in readings]
-    return readings[times.index(sorted(times)[(len(times) - 1) // 2])] | dict(readings_us=times)
-
-
-def outside_rows(cases: list, wanted: set[str], quick: bool, rounds: int, seconds: float) -> dict[Any, list[dict]]:
+def outside_rows(cases: list, wanted: set[str], quick: bool, seconds: float) -> dict[Any, list[dict]]:
     """Rows of the outside references by case; a quick run leaves FlashInfer to those that ask for it."""
     entries = [(case, peer) for case in cases for peer in peers.outside(case)]
     if wanted:
@@ -249,7 +231,7 @@ def outside_rows(cases: list, wanted: set[str], quick: bool, rounds: int, second
     rows: dict[Any, list[dict]] = {}
     for package in ("torch",) if quick and not wanted else ("torch", "flashinfer"):
         mine = [(case, peer) for case, peer in entries if peer.startswith(package)]
-        for (case, peer), result in zip(mine, peers.outside_us(mine, rounds, seconds), strict=True):
+        for (case, peer), result in zip(mine, peers.outside_us(mine, seconds), strict=True):
             row = dict(kind=case.kind, case=case.name, peer=peer, outside=True)
             if isinstance(result, str):
                 row |= dict(absent=result)

@@ -389,11 +389,8 @@ def outside(case) -> tuple[str, ...]:
     return () if getattr(case, "ours_alone", False) else OUTSIDE.get(case.kind, ())
 
 
-def outside_us(entries: list[tuple[Any, str]], rounds: int, seconds: float) -> list[float | str]:
-    """Microseconds on the device of each (case, outside reference), or why not: a process with its own memory.
-
-    Of `rounds` readings the middle one.
-    """
+def outside_us(entries: list[tuple[Any, str]], seconds: float) -> list[float | str]:
+    """Microseconds on the device of each (case, outside reference), or why not: a process with its own memory."""
     found = []
     for case, peer in entries:
         try:
@@ -402,7 +399,7 @@ def outside_us(entries: list[tuple[Any, str]], rounds: int, seconds: float) -> l
             found.append(str(reason))
     shapes = [shape for shape in found if isinstance(shape, dict)]
     script = pathlib.Path(__file__).with_name("torch_peer.py")
-    command = [sys.executable, str(script), json.dumps(shapes), str(rounds)]
+    command = [sys.executable, str(script), json.dumps(shapes)]
     results: list[float | str] = []
     if shapes:
         try:

@@ -1,7 +1,7 @@
 """References that PyTorch calls and JAX cannot, timed with CUDA events: FlashAttention-2 in PyTorch, FlashInfer.
 
-Called by peers.py with the shapes as JSON and the number of readings; prints one line a shape: its microseconds, the
-middle reading, or why there are none. A process of its own: PyTorch and JAX do not share the card's memory.
+Called by peers.py with the shapes as JSON; prints one line a shape: its microseconds, or why there are none. A process
+of its own: PyTorch and JAX do not share the card's memory.
 """
 
 from __future__ import annotations
@@ -21,13 +21,8 @@ WORKSPACE_BYTES = 512 << 20  # of FlashInfer, for the parts of split sequences
 TOLERANCE = 0.03  # of the largest value; rounding of P and of the output to bfloat16 takes up to 0.01
 
 
-def median_us(launch: Callable[[], object], calls: int, rounds: int, repeats: int = 7) -> float:
-    """Microseconds of each of the `calls` calls that launch() queues: the middle one of `rounds` medians."""
-    return statistics.median_low(one_median_us(launch, calls, repeats) for _ in range(rounds))
-
-
-def one_median_us(launch: Callable[[], object], calls: int, repeats: int) -> float:
-    """The first launch is not counted."""
+def median_us(launch: Callable[[], object], calls: int, repeats: int = 7) -> float:
+    """Microseconds of each of the `calls` calls that launch() queues. The first launch is not counted."""
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats + 1)]
     for start, end in events:
         start.record()
@@ -37,7 +32,7 @@ def one_median_us(launch: Callable[[], object], calls: int, repeats: int) -> flo
     return statistics.median(start.elapsed_time(end) for start, end in events[1:]) / calls * 1e3
 
 
-def dense(shape: dict, rounds: int, calls: int = 12) -> float:
+def dense(shape: dict, calls: int = 12) -> float:
     """FlashAttention-2: queued calls, each long enough to hide the host's part of the next."""
     (heads, kv_heads), dim, length, new = shape["heads"], shape["dim"], shape["length"], shape["new"]
     query = random(shape["batch"], heads, new, dim)
@@ -56,13 +51,13 @@ def dense(shape: dict, rounds: int, calls: int = 12) -> float:
             attend()
 
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION), torch.no_grad():
-        us = median_us(launch, calls, rounds)
+        us = median_us(launch, calls)
         # The last query sees all keys.
         check(attend()[-1, :, -1], query[-1, :, -1], key[-1][None], value[-1][None], length)
     return us
 
 
-def paged(shape: dict, rounds: int, calls: int = 16) -> float:
+def paged(shape: dict, calls: int = 16) -> float:
     """FlashInfer: planned calls on sets of shuffled pages that take turns, captured as one CUDA graph.
 
     Decode on tensor cores where each sequence has one query; else causal prefill by the backend that `shape` names. It
@@ -98,7 +93,7 @@ def paged(shape: dict, rounds: int, calls: int = 16) -> float:
             wrappers[i % len(wrappers)].run(query, (key, value), out=outs[i % len(outs)])
     for out in outs:
         out.zero_()  # what is checked is to come from the graph
-    us = median_us(graph.replay, calls, rounds)
+    us = median_us(graph.replay, calls)
     for table, out in zip(tables, outs, strict=True):
         pages = table[starts[-2] :].to(out.device)
         check(out[-1], query[-1], key[pages], value[pages], lens[-1])
@@ -122,11 +117,10 @@ def check(out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torc
 
 def main() -> None:
     times = {"prefill": dense, "decode": paged, "chunked": paged, "mixed": paged}
-    shapes, rounds = json.loads(sys.argv[1]), int(sys.argv[2])
-    for shape in shapes:
+    for shape in json.loads(sys.argv[1]):
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                result: float | str = times[shape["kind"]](shape, rounds)
+                result: float | str = times[shape["kind"]](shape)
         except Exception as error:  # a shape that fails must not take the others with it
             result = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         print(json.dumps(result), flush=True)

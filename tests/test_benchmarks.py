@@ -66,7 +66,7 @@ def test_every_peer_is_timed_or_says_why_not(case):
 def test_every_outside_reference_is_timed_or_says_why_not():
     entries = [(case, peer) for case in CASES for peer in peers.outside(case)]
     assert {case.kind for case, _ in entries} == {"decode", "prefill", "chunked", "mixed"}
-    found = peers.outside_us(entries, 1, 60.0)
+    found = peers.outside_us(entries, 60.0)
     assert len(found) == len(entries)
     assert all(result if isinstance(result, str) else result > 0 for result in found)
 
